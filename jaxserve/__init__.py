@@ -1,0 +1,1 @@
+"""jaxserve: an exact LLM inference engine for JAX."""

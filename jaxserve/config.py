@@ -1,0 +1,110 @@
+"""The engine's options. A leaf: knows no JAX. Names are vLLM's where vLLM has the option."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.kernels_pallas.paged_attention.backends import BACKENDS
+from jaxserve.validation import check_names, is_integer, is_number, nearest_name, require
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+COMPILE_MODES = ("lazy", "warmup")
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+def cache_folder() -> Path:
+    """Where converted models and compiled programs are kept: `JAXSERVE_CACHE`, or ~/.cache/jaxserve."""
+    return Path(os.environ.get("JAXSERVE_CACHE") or Path.home() / ".cache" / "jaxserve").expanduser()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Every option of an engine; ValueError where a value breaks a rule, TypeError for an unknown name.
+
+    Attributes:
+        model: a folder, a hub id, or None for the demo model (SmolLM2-135M-Instruct).
+        tokenizer: a folder or hub id; None takes the model's own.
+        dtype: of weights, activations and pages; `auto` is what the checkpoint says.
+        max_model_len: tokens of prompt and output together; None is the model's own, cut to the pool.
+        page_size: tokens per page of the KV cache.
+        num_pages: size of the pool; None derives it from `memory_utilization`.
+        memory_utilization: share of the device's memory for weights and pages together; on a CPU the pool also
+            stays under 2 GiB.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: tokens computed in one step; prompts are cut into chunks that fit.
+        enable_prefix_caching: reuse the pages of equal prefixes.
+        enable_chunked_prefill: False computes each prompt in one step.
+        async_scheduling: plan and post-process on the host while the device computes the next step.
+        attention_backend: which implementation of paged attention.
+        deterministic: results do not depend on what else is in the batch. `auto` is True where that is proven
+            for this backend, dtype and JAX version and confirmed by a test at start.
+        seed: what requests without a seed of their own derive theirs from.
+        compile: `lazy` compiles a shape when it is first used, `warmup` all of them at start.
+        compilation_cache_dir: None is a folder in the cache folder, "" switches the persistent cache off.
+        mesh: a `jax.sharding.Mesh` with the axis "model" to split the model over; None is one device.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_utilization: float = 0.9
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 128
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    async_scheduling: bool = True
+    attention_backend: str = "auto"
+    deterministic: bool | str = "auto"
+    seed: int = 0
+    compile: str = "lazy"
+    compilation_cache_dir: str | None = None
+    mesh: Any = None
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            self._positive(name)
+        for name in ("max_model_len", "num_pages"):
+            if getattr(self, name) is not None:
+                self._positive(name)
+        self._one_of("dtype", DTYPES)
+        self._one_of("compile", COMPILE_MODES)
+        self._one_of("attention_backend", BACKENDS)
+        self._one_of("page_size", PAGE_SIZES)
+        self._one_of("deterministic", ("auto", True, False))
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        share = self.memory_utilization
+        require(is_number(share) and 0 < share <= 1, "memory_utilization", share, "a number above 0 and at most 1")
+        valid = is_integer(self.seed) and -(2**63) <= self.seed < 2**63
+        require(valid, "seed", self.seed, "an integer of 64 bits, sign included")
+        for name in ("model", "tokenizer", "compilation_cache_dir"):
+            value = getattr(self, name)
+            require(value is None or isinstance(value, str | Path), name, value, "a string, a path or None")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "EngineConfig":
+        """Builds from outside data; an unknown name is refused with the nearest right one."""
+        check_names(cls, values)
+        return cls(**values)
+
+    def compilation_cache(self) -> Path | None:
+        """The folder of the persistent compilation cache, or None if it is off."""
+        if self.compilation_cache_dir is None:
+            return cache_folder() / "compiled"
+        return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
+
+    def _one_of(self, name: str, choices: tuple) -> None:
+        value = getattr(self, name)
+        if any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+            return
+        near = nearest_name(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
+        hint = f" (did you mean {near!r}?)" if near else ""
+        require(False, name, value, f"one of {', '.join(map(repr, choices))}{hint}")

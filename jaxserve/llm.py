@@ -1,0 +1,102 @@
+"""The front door for scripts: prompts in, results out, in input order."""
+
+from collections.abc import Iterator, Sequence
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine, Prompt
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
+
+
+class LLM:
+    """A model that answers batches of prompts.
+
+        with LLM() as llm:
+            for result in llm.generate(["The sky is", "Two plus two is"], SamplingParams(max_tokens=20)):
+                print(result.outputs[0].text)
+
+    Options are those of `EngineConfig`, as one object or as keywords.
+    """
+
+    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **options):
+        if config is None:
+            config = EngineConfig.from_dict({"model": model, **options})
+        elif options or model is not None:
+            raise TypeError("give either a config or options, not both")
+        self.engine = Engine(config)
+        self._next_id = 0
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """The finished results of all prompts, in input order.
+
+        `prompts` is one prompt or a sequence of them, each text, token ids or a dict as in `Engine.add_request`;
+        `sampling_params` is one for all (None: the defaults) or one each. Raises ValueError for a prompt or a
+        parameter that cannot be honoured, before anything is computed. A request that fails while it runs has
+        `finish_reason` "error" and says why in `error`; the others are not disturbed.
+        """
+        results: dict[str, RequestOutput] = {}
+        for delta in self.stream(prompts, sampling_params):
+            results[delta.request_id].extend(delta) if delta.request_id in results else results.setdefault(
+                delta.request_id, delta
+            )
+        return [results[request_id] for request_id in sorted(results, key=int)]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields what each step adds to each request; request ids count up in input order.
+
+        Leaving the iterator early aborts what still runs.
+        """
+        prompts = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts: there must be one for all "
+                "or one each"
+            )
+        return self._run(prompts, sampling_params)
+
+    def _run(self, prompts, sampling_params) -> Iterator[RequestOutput]:
+        open_ids: set[str] = set()
+        try:
+            for prompt, params in zip(prompts, sampling_params, strict=True):
+                request_id = str(self._next_id)
+                self._next_id += 1
+                self.engine.add_request(request_id, prompt, params)
+                open_ids.add(request_id)
+            while open_ids:
+                for output in self.engine.step():
+                    if output.request_id in open_ids:
+                        if output.finished:
+                            open_ids.remove(output.request_id)
+                        yield output
+        finally:
+            for request_id in open_ids:
+                self.engine.abort(request_id)
+
+    def stats(self) -> dict[str, int | float | str]:
+        """See `Engine.stats`."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Give back the device's memory."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text, a dict, or token ids) or several, as a list."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    prompts = list(prompts)
+    one_of_ids = prompts and not any(isinstance(prompt, str | dict | Sequence) or hasattr(prompt, "__len__") for prompt in prompts)
+    return [prompts] if one_of_ids else prompts

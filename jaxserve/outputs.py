@@ -1,0 +1,71 @@
+"""What comes out: results with vLLM's field names. A leaf: knows no engine."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """Log-probability of a token under the raw distribution; `rank` is 1 for the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` continuations of a request.
+
+    finish_reason: None while it runs; "stop" (end of sequence or a stop token), "length", "abort" or "error".
+    stop_reason: the stop token id that ended it, None for the model's own end of sequence.
+    logprobs: one dict per token, {token id: Logprob}, the sampled token first; None if not asked for.
+    error: what went wrong, if finish_reason is "error".
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def extend(self, delta: "CompletionOutput") -> None:
+        """Append what a later step added."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + delta.cumulative_logprob
+        self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request, or what one step added to it (from `Engine.step`).
+
+    num_cached_tokens: prompt tokens that came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+
+    def extend(self, delta: "RequestOutput") -> None:
+        """Append what a later step added; `outputs` stay sorted by index."""
+        known = {output.index: output for output in self.outputs}
+        for output in delta.outputs:
+            if output.index in known:
+                known[output.index].extend(output)
+            else:
+                self.outputs.append(output)
+        self.outputs.sort(key=lambda output: output.index)
+        self.finished, self.num_cached_tokens = delta.finished, delta.num_cached_tokens

@@ -1,0 +1,124 @@
+"""One sequence's life. Host side only: token ids, pages, counters and stop conditions; knows no JAX.
+
+A user's request with `n` answers is a `RequestGroup` of `n` requests (branches), each scheduled by itself.
+
+    WAITING ──admit──▶ RUNNING ──stop condition, abort, error──▶ FINISHED
+       ▲                  │
+       └──in-flight step──┘ preempt (PREEMPTED until the step in flight has arrived)
+          has arrived
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from time import monotonic
+
+from jaxserve.cache.block_pool import page_hash
+from jaxserve.sampling_params import SamplingParams
+
+
+class RequestState(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One branch. Lengths are in tokens.
+
+    `num_computed` counts positions whose keys and values are computed by dispatched steps; `num_in_flight`
+    counts sampled tokens that exist on the device but have not reached the host. `num_confirmed` counts
+    computed positions whose step has arrived without an error: only those pages may be hashed.
+    """
+
+    request_id: str
+    index: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    arrival: int
+    max_total_tokens: int
+    stop_token_ids: frozenset[int]
+    priority: int = 0
+    cache_salt: str = ""
+    fork_of: "Request | None" = None
+    arrival_time: float = field(default_factory=monotonic)
+
+    state: RequestState = RequestState.WAITING
+    token_ids: list[int] = field(init=False)
+    pages: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
+    slot: int = -1
+    num_computed: int = 0
+    num_confirmed: int = 0
+    num_registered: int = 0
+    write_start: int = 0
+    num_in_flight: int = 0
+    steps_in_flight: int = 0
+    num_admissions: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    def __post_init__(self):
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, the one in flight included."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens whose keys and values are still to be computed; 0 if the last token that is allowed exists."""
+        if self.num_tokens >= self.max_total_tokens:
+            return 0
+        return self.num_tokens - self.num_computed
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: lower is earlier. The last in this order is the first to be preempted."""
+        return self.priority, self.arrival
+
+    def hashes(self, count: int, page_size: int) -> list[bytes]:
+        """The hashes of the first `count` full pages, whose token ids must be on the host."""
+        while len(self.page_hashes) < count:
+            page = len(self.page_hashes)
+            parent = self.page_hashes[-1] if page else b""
+            tokens = self.token_ids[page * page_size : (page + 1) * page_size]
+            self.page_hashes.append(page_hash(parent, tokens, self.cache_salt))
+        return self.page_hashes[:count]
+
+    def append_token(self, token: int) -> None:
+        """Take a sampled token and apply the stop conditions that need ids only."""
+        self.token_ids.append(token)
+        if token in self.stop_token_ids:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+        elif len(self.token_ids) >= self.max_total_tokens:
+            self.finish_reason = "length"
+
+
+@dataclass(eq=False, slots=True)
+class RequestGroup:
+    """What a user asked for: `n` branches of one prompt under one id."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    branches: list[Request]
+
+    @property
+    def finished(self) -> bool:
+        return all(branch.state is RequestState.FINISHED for branch in self.branches)

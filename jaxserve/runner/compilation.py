@@ -1,0 +1,135 @@
+"""Compiles the engine's programs ahead of time, in parallel, through a cache of its own on disk.
+
+JAX's own persistent cache is a global setting; this one belongs to the engine. An entry is named by the hash of
+everything the executable depends on: the lowered program, JAX, the compiler's flags and the machine. The
+folder is trusted like code: an entry is unpickled.
+"""
+
+import hashlib
+import os
+import pickle
+import platform
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import jax
+from jax.experimental import serialize_executable
+
+_STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled models; the default thread stack overflows
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function to compile for one bucket. `arguments` are arrays or shapes of the exact types it will get."""
+
+    name: str
+    bucket: int
+    function: Callable
+    arguments: tuple
+    donate: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.name, self.bucket
+
+
+class Compiler:
+    """Executables by (program name, bucket). Thread-safe; counts what it compiled and what it loaded."""
+
+    def __init__(self, cache_dir: Path | None):
+        self.cache_dir = cache_dir
+        self.num_compiled = 0
+        self.num_loaded = 0
+        self.num_after_warmup = 0
+        self._warm = False
+        self._executables: dict[tuple[str, int], jax.stages.Compiled] = {}
+        self._lock = threading.Lock()
+
+    def get(self, program: Program) -> jax.stages.Compiled:
+        """The executable of a program, compiled now if it is not there yet."""
+        executable = self._executables.get(program.key)
+        return executable if executable is not None else self._build(program)
+
+    def executables(self) -> dict[tuple[str, int], jax.stages.Compiled]:
+        return dict(self._executables)
+
+    def clear(self) -> None:
+        """Forget the executables."""
+        self._executables.clear()
+
+    def warm_up(self, programs: Sequence[Program], progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Compile all programs in parallel; `progress(done, total, name)` is called after each.
+
+        Whatever is compiled later is counted in `num_after_warmup`.
+        """
+        previous = threading.stack_size(_STACK_BYTES)
+        try:
+            with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+                futures = [(program, threads.submit(self.get, program)) for program in programs]
+                for done, (program, future) in enumerate(futures, 1):
+                    future.result()
+                    if progress is not None:
+                        progress(done, len(programs), f"{program.name}[{program.bucket}]")
+        finally:
+            threading.stack_size(previous)
+        self._warm = True
+
+    def _build(self, program: Program) -> jax.stages.Compiled:
+        lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
+        path = None if self.cache_dir is None else self.cache_dir / _key(lowered)
+        executable = None if path is None else _load(path)
+        loaded = executable is not None
+        if executable is None:
+            executable = lowered.compile()
+            if path is not None:
+                _store(path, executable)
+        with self._lock:
+            self._executables[program.key] = executable
+            self.num_loaded += loaded
+            self.num_compiled += not loaded
+            self.num_after_warmup += self._warm
+        return executable
+
+
+def _key(lowered: jax.stages.Lowered) -> str:
+    digest = hashlib.sha256(lowered.as_text().encode())
+    digest.update(_machine().encode())
+    digest.update(os.environ.get("XLA_FLAGS", "").encode())
+    return digest.hexdigest()
+
+
+@cache
+def _machine() -> str:
+    device = jax.devices()[0]
+    cpu = [platform.machine()]
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu += sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return "\n".join([jax.__version__, device.client.platform_version, device.device_kind, *cpu])
+
+
+def _load(path: Path) -> jax.stages.Compiled | None:
+    try:
+        return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except Exception:  # a torn or foreign entry: whatever is wrong with it, compiling again is right
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _store(path: Path, executable: jax.stages.Compiled) -> None:
+    """Write atomically: another process may read or write the same entry."""
+    try:
+        payload = pickle.dumps(serialize_executable.serialize(executable))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(payload)
+        os.replace(file.name, path)
+    except (OSError, ValueError, NotImplementedError):
+        return  # a cache that cannot be written costs time, nothing else

@@ -1,0 +1,85 @@
+"""Whether a row's bits depend on its company: where that is proven, and a test of it on this machine.
+
+`deterministic` rests on three things: buckets with at least `smallest_bucket` rows, KV blocks of a fixed size
+counted from position 0 (paged attention), and reductions over fixed axes. The first is a measured property of
+XLA's products, so it is listed per backend, dtype and JAX version, and tested at every start.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.cache.kv_cache import LayerKV
+from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_work_list, unpack_work_list
+from jaxserve.models import rope
+from jaxserve.runner.compilation import Compiler, Program
+from jaxserve.runner.step import StepDefinition, Tokens, layer_step, logits_of
+from jaxserve.runner.weights import Weights
+
+# (backend, dtype) -> fewest rows at which products keep their bits; JAX versions and largest bucket measured.
+SMALLEST_BUCKET = {("cpu", "bfloat16"): 8, ("cpu", "float32"): 64, ("cpu", "float16"): 64}
+PROVEN_JAX = ("0.11.2", "0.12.0")
+PROVEN_ROWS = 512
+
+
+def smallest_bucket(backend: str, dtype: jnp.dtype) -> int:
+    """Fewest rows of a step in deterministic mode."""
+    return SMALLEST_BUCKET.get((backend, jnp.dtype(dtype).name), 64)
+
+
+def unproven(backend: str, dtype: jnp.dtype, largest_bucket: int) -> str | None:
+    """Why determinism is not proven for this combination, or None if it is."""
+    name = jnp.dtype(dtype).name
+    if (backend, name) not in SMALLEST_BUCKET:
+        return f"it is not proven for {name} on the backend {backend!r}"
+    if not jax.__version__.startswith(PROVEN_JAX):
+        return f"it is proven for JAX {' and '.join(PROVEN_JAX)}, not for {jax.__version__}"
+    if largest_bucket > PROVEN_ROWS:
+        return f"it is proven up to {PROVEN_ROWS} tokens in a step, not for max_num_batched_tokens={largest_bucket}"
+    return None
+
+
+def row_invariance(
+    step: StepDefinition, weights: Weights, token_buckets: tuple[int, ...], row_buckets: tuple[int, ...], compiler: Compiler
+) -> str | None:
+    """Run one layer and the head on the same rows in every bucket. Returns what differs, or None if nothing does."""
+    hidden_size = step.model.config.hidden_size
+    rows = max(*token_buckets, *row_buckets)
+    hidden = np.random.default_rng(0).standard_normal((rows, hidden_size), dtype=np.float32)
+    hidden = jnp.asarray(hidden, weights.embed.dtype)
+    works = [pack_work_list([QueryRun(row, 0, 1) for row in range(tokens)], tokens) for tokens in token_buckets]
+    function = partial(_every_bucket, step, token_buckets, row_buckets)
+    arguments = (weights.layers[0], weights.head, hidden, works)
+    check = compiler.get(Program("row_invariance", rows, function, arguments, donate=()))
+    layer_same, head_same = jax.device_get(check(*arguments))
+    for what, buckets, same in (("layer", token_buckets, layer_same), ("head", row_buckets, head_same)):
+        wrong = [bucket for bucket, ok in zip(buckets, same, strict=True) if not ok]
+        if wrong:
+            return f"a row of the {what} has other bits in the bucket {wrong[0]} than in {buckets[-1]} on this machine"
+    return None
+
+
+def _every_bucket(step, token_buckets, row_buckets, leaves, head, hidden, works):
+    layer = [_run_layer(step, leaves, hidden[:tokens], work) for tokens, work in zip(token_buckets, works, strict=True)]
+    logits = [logits_of(head, hidden[:rows]) for rows in row_buckets]
+    same = lambda outs: jnp.stack([(out == outs[-1][: out.shape[0]]).all() for out in outs])
+    return same(layer), same(logits)
+
+
+def _run_layer(step: StepDefinition, leaves, hidden, packed_work):
+    """One layer over `rows` sequences of one token each, every one on a page of its own."""
+    config, rows = step.model.config, hidden.shape[0]
+    page_size = 16
+    pages = jnp.zeros((rows, 2, config.num_kv_heads, page_size, config.head_dim), hidden.dtype)
+    each = jnp.arange(rows, dtype=jnp.int32)
+    where = Tokens(slot=each, position=jnp.zeros(rows, jnp.int32), page=each, offset=jnp.zeros(rows, jnp.int32))
+    frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+    tables = rope.rope_tables(each, frequencies, config.rope_scaling.attention_factor)
+    work = unpack_work_list(packed_work, rows)
+    definition = step.model.layers[0]
+    out, _, _ = layer_step(
+        definition, step.attention, step.mesh, leaves, hidden, tables, LayerKV(pages), each[:, None], where, work
+    )
+    return out

@@ -1,0 +1,151 @@
+"""Runs steps on the device: owns weights, pages, slots and executables. Knows no requests, only slots and arrays."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.cache import kv_cache
+from jaxserve.cache.kv_cache import KVLayout
+from jaxserve.models.decoder import Decoder
+from jaxserve.runner import inputs, slots, step
+from jaxserve.runner.compilation import Compiler, Program
+from jaxserve.runner.inputs import Run
+from jaxserve.runner.step import AttentionFunction, StepDefinition
+from jaxserve.runner.weights import flatten
+from jaxserve.scheduler.buckets import Buckets
+
+MAX_LOGPROBS = 20
+_COPIES = 8  # page copies in one call; more take several calls
+
+
+class StepResult(NamedTuple):
+    """A step's results on the host. `finite` is per query row, the rest per sampled row."""
+
+    finite: np.ndarray
+    tokens: np.ndarray
+    logprobs: step.Logprobs
+
+
+class StepHandle(NamedTuple):
+    """A dispatched step: its arrays are on their way to the host."""
+
+    finite: jax.Array
+    sampled: step.Sampled | None
+
+    def result(self) -> StepResult:
+        """Wait for the step."""
+        if self.sampled is None:
+            return StepResult(np.asarray(self.finite), np.empty(0, np.int32), None)
+        tokens, chosen = self.sampled
+        return StepResult(np.asarray(self.finite), np.asarray(tokens), type(chosen)(*map(np.asarray, chosen)))
+
+
+class Runner:
+    """`num_slots` requests of at most `max_len` tokens over a pool of `num_pages` pages."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        layout: KVLayout,
+        num_pages: int,
+        num_slots: int,
+        max_len: int,
+        buckets: Buckets,
+        attention: AttentionFunction,
+        mesh: jax.sharding.Mesh | None = None,
+        cache_dir: Path | None = None,
+    ):
+        definition, self.weights = flatten(model)
+        self.num_pages = num_pages
+        self.num_slots = num_slots
+        self.max_len = max_len
+        self.max_pages = -(-max_len // layout.page_size)
+        self.buckets = buckets
+        self.step = StepDefinition(definition, attention, buckets.rows[-1], MAX_LOGPROBS, mesh)
+        self.compiler = Compiler(cache_dir)
+        self.kv = kv_cache.allocate(layout, num_pages, mesh)
+        self.slots = slots.allocate(num_slots, max_len, self.max_pages)
+        if mesh is not None:
+            everywhere = NamedSharding(mesh, PartitionSpec())
+            self.slots = jax.device_put(self.slots, everywhere)
+            # What the loader left on one device (a derived head, say) goes to all of them.
+            self.weights = jax.tree.map(
+                lambda leaf: leaf if leaf.sharding.device_set == everywhere.device_set else jax.device_put(leaf, everywhere),
+                self.weights,
+            )
+
+    # ---- one step ---------------------------------------------------------------------------------------
+
+    def admit(self, packed: np.ndarray) -> None:
+        """Fill a slot with what `slots.pack_admission` packed."""
+        self.slots = self.compiler.get(self._admit_program())(self.slots, packed)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (from, to); a call reads all its sources before it writes."""
+        for first in range(0, len(copies), _COPIES):
+            sources, targets = inputs.pack_copies(copies[first : first + _COPIES], _COPIES, self.num_pages)
+            self.kv = self.compiler.get(self._copy_program())(self.kv, sources, targets)
+
+    def run(self, runs: Sequence[Run], new_pages: Sequence[tuple[int, int, int]]) -> StepHandle:
+        """Dispatch body and head for these runs; the results are read later with `StepHandle.result`."""
+        tokens = self.buckets.token_bucket(sum(run.count for run in runs))
+        packed = inputs.pack_body(runs, new_pages, tokens, self.step.max_rows, self.num_slots)
+        body = self.compiler.get(self._body_program(tokens))
+        self.kv, self.slots, hidden, finite = body(self.weights, self.kv, self.slots, packed)
+        sampled = None
+        sampled_slots = [run.slot for run in runs if run.sample]
+        if sampled_slots:
+            rows = self.buckets.row_bucket(len(sampled_slots))
+            head = self.compiler.get(self._head_program(rows))
+            self.slots, sampled = head(
+                self.weights, self.slots, hidden, inputs.pack_head(sampled_slots, rows, self.num_slots)
+            )
+        for array in jax.tree.leaves((finite, sampled)):
+            array.copy_to_host_async()
+        return StepHandle(finite, sampled)
+
+    def close(self) -> None:
+        """Give back the pages and the slots, and forget weights and executables."""
+        for array in jax.tree.leaves((self.kv, self.slots)):
+            array.delete()
+        self.weights = None
+        self.compiler.clear()
+
+    # ---- programs ---------------------------------------------------------------------------------------
+
+    def programs(self) -> list[Program]:
+        """Every program that the engine can ever run, the largest first."""
+        bodies = [self._body_program(tokens) for tokens in reversed(self.buckets.tokens)]
+        heads = [self._head_program(rows) for rows in reversed(self.buckets.rows)]
+        return [*bodies, *heads, self._admit_program(), self._copy_program()]
+
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Compile every program; nothing compiles afterwards."""
+        self.compiler.warm_up(self.programs(), progress)
+
+    def _body_program(self, tokens: int) -> Program:
+        packed = jax.ShapeDtypeStruct((inputs.body_inputs_size(tokens, self.step.max_rows),), jnp.int32)
+        function = partial(step.body, self.step, tokens=tokens)
+        return Program("body", tokens, function, (self.weights, self.kv, self.slots, packed), donate=(1, 2))
+
+    def _head_program(self, rows: int) -> Program:
+        config = self.step.model.config
+        hidden = jax.ShapeDtypeStruct((self.step.max_rows, config.hidden_size), self.weights.embed.dtype)
+        row_slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        function = partial(step.head, self.step)
+        return Program("head", rows, function, (self.weights, self.slots, hidden, row_slots), donate=(1,))
+
+    def _admit_program(self) -> Program:
+        size = slots.packed_admission_size(self.max_len, self.max_pages)
+        return Program("admit", 1, slots.admit, (self.slots, jax.ShapeDtypeStruct((size,), jnp.int32)), donate=(0,))
+
+    def _copy_program(self) -> Program:
+        pages = jax.ShapeDtypeStruct((_COPIES,), jnp.int32)
+        return Program("copy_pages", _COPIES, kv_cache.copy_pages, (self.kv, pages, pages), donate=(0,))

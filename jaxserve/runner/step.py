@@ -1,0 +1,173 @@
+"""One step on the device, as pure functions over donated state.
+
+    admit(slots, packed)                                  -> slots                          runner/slots.py
+    copy_pages(kv, sources, targets)                      -> kv                             cache/kv_cache.py
+    body(weights, kv, slots, packed)                      -> kv, slots, hidden, finite      per token bucket
+    head(weights, slots, hidden, packed)                  -> slots, Sampled                 per row bucket
+
+The body computes every layer for the scheduled tokens and hands the rows that yield a token to the head as
+`[max_num_seqs, hidden]`, so there are (token buckets + row buckets) programs, not their product. Positions,
+KV lengths and write places come from the slots: the host only says which slots run and how many tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+from jaxserve.cache import kv_cache
+from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
+from jaxserve.models import decoder, rope
+from jaxserve.runner.inputs import BodyInputs, unpack_body
+from jaxserve.runner.slots import Slots
+from jaxserve.runner.weights import ModelDefinition, Weights
+from jaxserve.sampling.logprobs import Logprobs, logprobs
+from jaxserve.sampling.sampler import sample
+
+AttentionFunction = Callable[..., Array]
+
+
+@dataclass(frozen=True)
+class StepDefinition:
+    """Everything static that the programs are compiled for."""
+
+    model: ModelDefinition
+    attention: AttentionFunction
+    max_rows: int
+    max_logprobs: int
+    mesh: jax.sharding.Mesh | None = None
+
+
+class Sampled(NamedTuple):
+    """The head's results per row; rows beyond the scheduled ones are junk."""
+
+    tokens: Int32[Array, " rows"]
+    logprobs: Logprobs
+
+
+class Tokens(NamedTuple):
+    """Where each query row stands: `position` is -1 and `page` out of range for padding."""
+
+    slot: Int[Array, " tokens"]
+    position: Int[Array, " tokens"]
+    page: Int[Array, " tokens"]
+    offset: Int[Array, " tokens"]
+
+
+def body(
+    step: StepDefinition, weights: Weights, kv: KVCache, slots: Slots, packed: Int32[Array, " size"], *, tokens: int
+) -> tuple[KVCache, Slots, Float[Array, "max_rows hidden"], Bool[Array, " tokens"]]:
+    """Compute the scheduled tokens. Returns the hidden rows for the head and which rows stayed finite."""
+    inputs = unpack_body(packed, tokens, step.max_rows)
+    with jax.named_scope("tables"):
+        slots = _new_pages(slots, inputs)
+        num_pages, _, _, page_size, _ = kv[0].pages.shape
+        where = _locate(slots, inputs, num_pages, page_size)
+        token_ids = slots.history.at[where.slot, where.position].get(mode="clip")
+        slots = _advance(slots, inputs)
+    hidden = jnp.take(weights.embed, token_ids, axis=0, mode="clip")
+    config = step.model.config
+    frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+    tables = rope.rope_tables(where.position, frequencies, config.rope_scaling.attention_factor)
+    finite = jnp.ones(tokens, bool)
+    table = slots.page_table[0]
+    layers_kv = []
+    for definition, leaves, layer_kv in zip(step.model.layers, weights.layers, kv, strict=True):
+        with jax.named_scope("layer"):
+            hidden, layer_kv, wrote_finite = layer_step(
+                definition, step.attention, step.mesh, leaves, hidden, tables, layer_kv, table, where, inputs.work
+            )
+        layers_kv.append(layer_kv)
+        finite &= wrote_finite
+    with jax.named_scope("final_norm"):
+        finite &= jnp.isfinite(hidden).all(-1)
+        hidden = step.model.norm.build(weights.norm)(hidden[inputs.head_rows])
+    return tuple(layers_kv), slots, hidden, finite
+
+
+def head(
+    step: StepDefinition,
+    weights: Weights,
+    slots: Slots,
+    hidden: Float[Array, "max_rows hidden"],
+    row_slots: Int32[Array, " rows"],
+) -> tuple[Slots, Sampled]:
+    """Sample the next token of each row's slot and append it to the slot's history."""
+    with jax.named_scope("head"):
+        logits = logits_of(weights.head, hidden[: row_slots.shape[0]])
+    position = slots.num_computed.at[row_slots].get(mode="clip")
+    rows = slots.sampling_rows(row_slots)
+    padding = row_slots >= slots.num_slots
+    rows = rows._replace(
+        temperature=jnp.where(padding, 0.0, rows.temperature),
+        wants_logprobs=jnp.where(padding, -1, rows.wants_logprobs),
+    )
+    with jax.named_scope("sample"):
+        tokens = sample(logits, rows, position)
+        chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs)
+    history = slots.history.at[row_slots, position].set(tokens, mode="drop")
+    return _replace(slots, history=history), Sampled(tokens, chosen)
+
+
+def logits_of(head: Float[Array, "hidden vocab"], hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:
+    return decoder.linear(hidden, head, out_dtype=jnp.float32)
+
+
+def _new_pages(slots: Slots, inputs: BodyInputs) -> Slots:
+    place = slots.page_table.at[0, inputs.new_page_slot, inputs.new_page_index]
+    return _replace(slots, page_table=place.set(inputs.new_page, mode="drop"))
+
+
+def _locate(slots: Slots, inputs: BodyInputs, num_pages: int, page_size: int) -> Tokens:
+    padding = inputs.token_slot >= slots.num_slots
+    computed = slots.num_computed.at[inputs.token_slot].get(mode="clip")
+    position = jnp.where(padding, -1, computed + inputs.token_offset)
+    page = slots.page_table.at[0, inputs.token_slot, position // page_size].get(mode="clip")
+    shared = position < slots.write_start.at[inputs.token_slot].get(mode="clip")
+    return Tokens(inputs.token_slot, position, jnp.where(padding | shared, num_pages, page), position % page_size)
+
+
+def _advance(slots: Slots, inputs: BodyInputs) -> Slots:
+    return _replace(slots, num_computed=slots.num_computed.at[inputs.token_slot].add(1, mode="drop"))
+
+
+def _replace(slots: Slots, **values) -> Slots:
+    return Slots(**{**vars(slots), **values})
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def layer_step(definition, attention, mesh, leaves, hidden, tables, kv: LayerKV, table, where: Tokens, work):
+    """One layer; an inner jit, so that layers of one structure are traced and lowered once."""
+    pages, finite = kv.pages, None
+
+    def attend(q, k, v, *, scale: float, window: int | None):
+        nonlocal pages, finite
+        paged = partial(_paged, attention, scale=scale, window=window)
+        if mesh is not None:
+            heads = P(None, "model", None)
+            paged = jax.shard_map(
+                paged,
+                mesh=mesh,
+                in_specs=(heads, heads, heads, PAGES_SPEC, P(), P(), P()),
+                out_specs=(heads, PAGES_SPEC, P(None, "model")),
+                check_vma=False,
+            )
+        out, pages, head_finite = paged(q, k, v, pages, table, where, work)
+        finite = head_finite.all(1)
+        return out
+
+    hidden = definition.build(leaves)(hidden, tables, attend)
+    return hidden, kv._replace(pages=pages), finite
+
+
+def _paged(attention, q, k, v, pages, table, where: Tokens, work, *, scale, window):
+    with jax.named_scope("write_kv"):
+        pages, finite = kv_cache.write(pages, k, v, where.page, where.offset)
+    with jax.named_scope("paged_attention"):
+        out = attention(q, pages, table, where.slot, where.position, work, scale=scale, window=window)
+    return out, pages, finite[:, None]

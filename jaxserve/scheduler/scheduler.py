@@ -1,0 +1,345 @@
+"""Who runs in the next step. Pure Python over requests and the block pool; knows no JAX.
+
+There is no prefill phase and no decode phase: a plan says how many tokens of which request are computed.
+Running requests get their next token first, then prompts fill the token budget in chunks; within a
+priority, what has waited longest goes first. When pages run out, the running request that is last in that
+order gives back its pages and is recomputed later.
+
+The scheduler works one step ahead of the tokens: `schedule` counts the token that is still in flight as
+existing, and `complete` is told one step later what it was. Four rules keep that safe:
+
+1. A plan's entries hold the request objects themselves, never slots to look requests up by.
+2. A preempted request is queued again only when its step in flight has arrived.
+3. A page is hashed only when its token ids are on the host and its step has arrived without an error.
+4. Every input row takes its token from the slot's history on the device, which `admit` fills with what the
+   host knows and the head extends with what it samples.
+"""
+
+from dataclasses import dataclass, field
+
+from jaxserve.cache.block_pool import BlockPool
+from jaxserve.request import Request, RequestState
+from jaxserve.scheduler.buckets import Buckets
+from jaxserve.scheduler.policies import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """`count` tokens of a request from position `start` on; `sample`: the last of them yields a new token."""
+
+    request: Request
+    slot: int
+    start: int
+    count: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A slot to fill before the step: the tokens known so far and the pages of all of them."""
+
+    request: Request
+    slot: int
+    token_ids: list[int]
+    pages: list[int]
+    num_computed: int
+    write_start: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. `copies` are (from page, to page), `new_pages` are (slot, index in its table, page)."""
+
+    entries: list[PlanEntry] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    new_pages: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.count for entry in self.entries)
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start, in requests or tokens."""
+
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
+class Scheduler:
+    """Plans steps under a token budget, `max_num_seqs` slots and the pages of a block pool."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        page_size: int,
+        buckets: Buckets,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        enable_chunked_prefill: bool = True,
+    ):
+        self.pool = pool
+        self.page_size = page_size
+        self.buckets = buckets
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []  # sorted by Request.order
+        self.preempted: list[Request] = []  # waiting for their step in flight
+        self.stats = SchedulerStats()
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    # ---- requests come and go -------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self.waiting.add(request)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.preempted or len(self.waiting))
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it stands, and give back what it owns. Its step in flight is ignored."""
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+            self._give_back(request)
+        elif request.state is RequestState.PREEMPTED:
+            self.preempted.remove(request)
+        elif request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+        request.state = RequestState.FINISHED
+
+    def complete(self, entry: PlanEntry, token: int | None, finite: bool) -> bool:
+        """The step of this entry has arrived. Returns whether the request took the token.
+
+        `token` is what was sampled (None if the entry does not sample). False for a request that ended or was
+        aborted in the meantime. A result that is not finite ends the request with an error: its pages are
+        forgotten, so nobody reuses them.
+        """
+        request = entry.request
+        request.steps_in_flight -= 1
+        request.num_in_flight -= entry.sample
+        if request.state is RequestState.FINISHED:
+            return False
+        if not finite:
+            request.finish_reason = "error"
+            request.error = (
+                f"activations at positions {entry.start} to {entry.start + entry.count - 1} are not finite "
+                "(NaN or infinity): the weights, the dtype or the prompt overflow"
+            )
+            self.pool.forget(request.pages[entry.start // self.page_size :])
+            self.finish(request)
+            return False
+        if token is not None:
+            request.append_token(token)
+        if request.state is RequestState.RUNNING:  # in the same admission: a preempted request waits for this step
+            request.num_confirmed = entry.start + entry.count
+            self._register_pages(request)
+        if request.finish_reason is not None:
+            self.finish(request)
+        elif request.state is RequestState.PREEMPTED and request.steps_in_flight == 0:
+            self.preempted.remove(request)
+            request.state = RequestState.WAITING
+            self.waiting.add(request)
+        return token is not None
+
+    def _register_pages(self, request: Request) -> None:
+        """Make the full pages findable that have become confirmed; registering twice changes nothing."""
+        if not self.pool.enable_prefix_caching:
+            return
+        full = min(request.num_confirmed, len(request.token_ids)) // self.page_size
+        names = request.hashes(full, self.page_size)
+        for page in range(request.num_registered, full):
+            self.pool.register(request.pages[page], names[page])
+        request.num_registered = full
+
+    # ---- one step -------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """The next step; empty if nothing can run before the step in flight has arrived."""
+        plan = StepPlan()
+        budget = self.max_num_batched_tokens
+        budget -= self._plan_decodes(plan, budget)
+        self._plan_prefills(plan, budget)
+        return plan
+
+    def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
+        """One token for every running request that has its prompt behind it. Returns the tokens used."""
+        used = 0
+        for request in list(self.running):
+            if used == budget:
+                break
+            if request.state is RequestState.RUNNING and request.num_to_compute == 1:
+                used += self._plan_tokens(plan, request, 1)
+        return used
+
+    def _plan_prefills(self, plan: StepPlan, budget: int) -> None:
+        """Fill the budget with chunks of prompts, running ones first, then newly admitted ones."""
+        demand = sum(r.num_to_compute for r in self.running if r.num_to_compute > 1)
+        decoding = plan.num_tokens
+        waiting = iter(list(self.waiting))
+        admitted: list[Request] = []
+        while demand < budget and (request := self._next_waiting(waiting, plan, budget - demand)) is not None:
+            admitted.append(request)
+            demand += request.num_to_compute
+        if self.enable_chunked_prefill:
+            budget = min(budget, self.buckets.exact_fit(min(demand, budget) + decoding, decoding + 1) - decoding)
+        planned = {entry.request for entry in plan.entries}
+        for request in list(self.running):
+            if budget and request not in planned and request.state is RequestState.RUNNING and request.num_to_compute:
+                budget -= self._plan_tokens(plan, request, min(self.chunk_limit(request), budget))
+
+    def chunk_limit(self, request: Request) -> int:
+        """The most tokens of a request in one step."""
+        return request.num_to_compute
+
+    def _plan_tokens(self, plan: StepPlan, request: Request, count: int) -> int:
+        """Plan up to `count` tokens of a running request, preempting others if it needs a page. Returns the count."""
+        if not self._own_pages(plan, request, request.num_computed + count):
+            return 0
+        start = request.num_computed
+        sample = count == request.num_to_compute
+        plan.entries.append(PlanEntry(request, request.slot, start, count, sample))
+        request.num_computed += count
+        request.num_in_flight += sample
+        request.steps_in_flight += 1
+        return count
+
+    # ---- pages ----------------------------------------------------------------------------------------
+
+    def _own_pages(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
+        """Make the pages of positions num_computed..num_tokens-1 exist and be writable by this request alone.
+
+        Preempts from the end of the running order; False if the request itself had to go.
+        """
+        first_write = max(request.num_computed, request.write_start)
+        needed = -(-num_tokens // self.page_size)
+        written = range(first_write // self.page_size, min(needed, len(request.pages)) if first_write < num_tokens else 0)
+        shared = [i for i in written if self.pool.references(request.pages[i]) > 1]
+        while (pages := self.pool.allocate(len(shared) + max(needed - len(request.pages), 0))) is None:
+            victim = self.running[-1]
+            if any(entry.request is victim for entry in plan.entries):
+                return False  # nobody later is left: wait for a page
+            self._preempt(victim)
+            if victim is request:
+                return False
+            shared = [i for i in shared if self.pool.references(request.pages[i]) > 1]
+        for index in shared:  # copy on write: branches share the prompt's last page until one of them writes to it
+            page = pages.pop()
+            plan.copies.append((request.pages[index], page))
+            plan.new_pages.append((request.slot, index, page))
+            self.pool.release([request.pages[index]])
+            request.pages[index] = page
+        # A branch that is left alone with a page may find it hashed with the tokens of a branch that is gone.
+        self.pool.forget(request.pages[i] for i in written)
+        for page in pages:
+            plan.new_pages.append((request.slot, len(request.pages), page))
+            request.pages.append(page)
+        return True
+
+    def _give_back(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        request.pages = []
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
+    def _preempt(self, request: Request) -> None:
+        self.stats.num_preemptions += 1
+        self.running.remove(request)
+        self._give_back(request)
+        request.num_computed = request.num_confirmed = request.write_start = 0
+        if request.steps_in_flight:
+            request.state = RequestState.PREEMPTED
+            self.preempted.append(request)
+        else:
+            request.state = RequestState.WAITING
+            self.waiting.add(request)
+
+    # ---- admission ------------------------------------------------------------------------------------
+
+    def _next_waiting(self, waiting, plan: StepPlan, budget: int) -> Request | None:
+        """Admit the next waiting request that may start now, or None. Nobody overtakes one that lacks room."""
+        for request in waiting:
+            source = request.fork_of
+            if source is not None and self._still_prefilling(source):
+                continue  # its prompt is being computed: whoever comes next may use the budget
+            if not self._free_slots or not self._admit(request, plan, budget):
+                return None
+            return request
+        return None
+
+    @staticmethod
+    def _still_prefilling(source: Request) -> bool:
+        if source.state is RequestState.RUNNING:
+            return source.num_computed < source.num_prompt_tokens
+        return source.state in (RequestState.WAITING, RequestState.PREEMPTED) and source.num_admissions == 0
+
+    def _admit(self, request: Request, plan: StepPlan, budget: int) -> bool:
+        """Reserve the pages of all known tokens and fill a slot, if there is room to go on for a while.
+
+        Room means: after this admission every other running request can still get its next page, so a
+        request is not resumed only to be preempted in the next step.
+        """
+        num_tokens = len(request.token_ids)
+        shared, num_computed, write_start = self._known_prefix(request)
+        if not self.enable_chunked_prefill and num_tokens - num_computed > budget:
+            return False
+        needed = -(-num_tokens // self.page_size) - len(shared)
+        room = self.pool.num_free - self.pool.num_unowned(shared) - needed
+        # Itself included: it may need a copy of a shared page, or the page of its first new token.
+        if room < len(self.running) + (1 if self.running else 0):
+            return False
+        self.pool.share(shared)
+        pages = self.pool.allocate(needed)
+        if pages is None:
+            self.pool.release(shared)
+            return False
+        self._start(request, plan, [*shared, *pages], num_computed, write_start)
+        return True
+
+    def _known_prefix(self, request: Request) -> tuple[list[int], int, int]:
+        """(pages to share, tokens computed, first position to write). The last token is always computed."""
+        num_tokens = len(request.token_ids)
+        source = request.fork_of
+        if source is not None and source.state is RequestState.RUNNING and request.num_admissions == 0:
+            return source.pages[: -(-num_tokens // self.page_size)], num_tokens - 1, num_tokens
+        if not self.pool.enable_prefix_caching:
+            return [], 0, 0
+        names = request.hashes(num_tokens // self.page_size, self.page_size)
+        pages = self.pool.lookup(names)
+        cached = len(pages) * self.page_size
+        return pages, min(cached, num_tokens - 1), cached
+
+    def _start(self, request: Request, plan: StepPlan, pages: list[int], num_computed: int, write_start: int) -> None:
+        self.waiting.remove(request)
+        request.state = RequestState.RUNNING
+        request.slot = self._free_slots.pop()
+        request.pages = pages
+        request.num_computed = request.num_confirmed = num_computed
+        request.num_registered = 0
+        request.write_start = write_start
+        request.num_admissions += 1
+        if request.num_admissions == 1:
+            request.num_cached_tokens = num_computed
+            if request.fork_of is None:
+                self.stats.prefix_cache_queries += len(request.token_ids)
+                self.stats.prefix_cache_hits += num_computed
+        self.running.append(request)
+        self.running.sort(key=lambda r: r.order)
+        plan.admissions.append(
+            Admission(request, request.slot, list(request.token_ids), list(pages), num_computed, write_start)
+        )
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless pages and slots are accounted for."""
+        self.pool.check_integrity([request.pages for request in self.running])
+        slots = sorted([*self._free_slots, *(request.slot for request in self.running)])
+        if slots != list(range(self.max_num_seqs)):
+            raise RuntimeError(f"slots are lost or doubled: {slots}")

@@ -1,0 +1,95 @@
+"""The work list of one step: which query tiles exist, longest context first. Built on the host in NumPy.
+
+A tile is a run of query rows of one sequence; the KV blocks it needs follow on the device from its rows'
+positions. Two kinds: *single* tiles of one row (decode, short remainders) and *chunk* tiles of up to
+`CHUNK_ROWS` rows (prefill). Tiles of a kind are sorted by context and processed in groups of neighbours, so
+that a group's longest member is hardly longer than its others and the work follows the sum of the contexts.
+
+A row's result does not depend on its tile: the split into tiles is a matter of speed alone.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Int
+
+CHUNK_ROWS = 16  # query rows of a chunk tile
+MIN_CHUNK_ROWS = 8  # fewer rows than this become single tiles
+SINGLE_GROUP = 8  # single tiles processed together
+CHUNK_GROUP = 4  # chunk tiles processed together
+
+
+class QueryRun(NamedTuple):
+    """`count` consecutive query rows of one sequence, the first at flat row `row` and position `start`."""
+
+    row: int
+    start: int
+    count: int
+
+
+class WorkList(NamedTuple):
+    """The device's view. Rows are flat query rows; `tokens` marks padding.
+
+    `place[row]` says where a row's result stands: singles first (in the order of `single_rows`), then the
+    chunk tiles with `CHUNK_ROWS` places each.
+    """
+
+    single_groups: Int[Array, ""]
+    chunk_groups: Int[Array, ""]
+    single_rows: Int[Array, " tokens"]
+    chunk_first: Int[Array, " chunk_tiles"]
+    chunk_count: Int[Array, " chunk_tiles"]
+    place: Int[Array, " tokens"]
+
+
+def num_chunk_tiles(tokens: int) -> int:
+    """The most chunk tiles that a bucket of `tokens` rows can hold, in whole groups."""
+    return -(-max(tokens // MIN_CHUNK_ROWS, 1) // CHUNK_GROUP) * CHUNK_GROUP
+
+
+def work_list_size(tokens: int) -> int:
+    """int32 values of the packed work list of a bucket of `tokens` rows."""
+    return 2 + 2 * tokens + 2 * num_chunk_tiles(tokens)
+
+
+def pack_work_list(runs: Sequence[QueryRun], tokens: int) -> np.ndarray:
+    """The packed work list [work_list_size(tokens)] of `runs`, which hold at most `tokens` rows together."""
+    singles: list[tuple[int, int]] = []  # (context, row)
+    chunks: list[tuple[int, int, int]] = []  # (context, first row, rows)
+    for row, start, count in runs:
+        done = 0
+        while count - done >= MIN_CHUNK_ROWS:
+            rows = min(CHUNK_ROWS, count - done)
+            chunks.append((start + done + rows, row + done, rows))
+            done += rows
+        singles.extend((start + i + 1, row + i) for i in range(done, count))
+    singles.sort(reverse=True)
+    chunks.sort(reverse=True)
+
+    tiles = num_chunk_tiles(tokens)
+    packed = np.zeros(work_list_size(tokens), np.int32)
+    packed[0] = -(-len(singles) // SINGLE_GROUP)
+    packed[1] = -(-len(chunks) // CHUNK_GROUP)
+    single_rows, chunk_first, chunk_count, place = np.split(packed[2:], np.cumsum([tokens, tiles, tiles]))
+    single_rows[:] = tokens
+    single_rows[: len(singles)] = rows = np.array([row for _, row in singles], np.int32)
+    place[rows] = np.arange(len(singles), dtype=np.int32)
+    for tile, (_, first, count) in enumerate(chunks):
+        chunk_first[tile], chunk_count[tile] = first, count
+        place[first : first + count] = np.arange(count, dtype=np.int32) + (tokens + tile * CHUNK_ROWS)
+    return packed
+
+
+def unpack_work_list(packed: Int[Array, " size"], tokens: int) -> WorkList:
+    """The work list in a packed buffer, sliced inside a jit."""
+    tiles = num_chunk_tiles(tokens)
+    single_rows, chunk_first, chunk_count, place = np.cumsum([2, tokens, tiles, tiles])
+    return WorkList(
+        single_groups=packed[0],
+        chunk_groups=packed[1],
+        single_rows=packed[single_rows:chunk_first],
+        chunk_first=packed[chunk_first:chunk_count],
+        chunk_count=packed[chunk_count:place],
+        place=packed[place : place + tokens],
+    )

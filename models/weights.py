@@ -1,0 +1,139 @@
+"""From stored tensors, named as Hugging Face names them, to a filled Decoder. Reads no files.
+
+A loader says which tensors it has (`check_tensors`, before any device memory is taken) and hands over a function
+that reads one by name (`build_decoder`); the tables of `registry.py` say what becomes of them.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.models.config import CheckpointError, ModelConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.registry import FAMILIES, Fuse
+from jaxserve.models.sharding import check_mesh, parameter_sharding
+
+# Buffers that older versions of transformers stored; the frequencies come from config.json.
+JUNK = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
+
+def abstract_decoder(config: ModelConfig, dtype) -> Decoder:
+    """The decoder's structure and shapes, without arrays."""
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+
+
+class Leaf(NamedTuple):
+    """One parameter: its dotted path, shape, and the stored tensors (with their shapes) that make it."""
+
+    path: str
+    shape: tuple[int, ...]
+    fuse: Fuse
+    tensors: dict[str, tuple[int, ...]]
+
+
+def decoder_leaves(config: ModelConfig) -> list[Leaf]:
+    """Every parameter of the model, in the order of `jax.tree.leaves(nnx.state(decoder))`."""
+    state = nnx.state(abstract_decoder(config, jnp.float32))
+    table = FAMILIES[config.architecture].weights
+    leaves = []
+    for key_path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        path = ".".join(str(key.key) for key in key_path if isinstance(key, jax.tree_util.DictKey))
+        generic, index = re.sub(r"^layers\.\d+", "layers.{i}", path), re.search(r"\d+|$", path)
+        source = table[generic]
+        names = [name.format(i=index[0]) for name in source.names]
+        shapes = _stored_shapes(source.fuse, leaf.shape, config)
+        leaves.append(Leaf(path, leaf.shape, source.fuse, dict(zip(names, shapes, strict=True))))
+    return leaves
+
+
+def _stored_shapes(fuse: Fuse, shape: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """The shapes in the file of the tensors behind a parameter of this shape."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    match fuse:
+        case Fuse.COPY:
+            return (shape,)
+        case Fuse.TRANSPOSE:
+            return (shape[::-1],)
+        case Fuse.QKV:
+            return ((q, shape[0]), (kv, shape[0]), (kv, shape[0]))
+        case Fuse.QKV_BIAS:
+            return ((q,), (kv,), (kv,))
+        case Fuse.OUT:
+            return ((shape[2], q),)
+        case Fuse.GATE_UP:
+            return ((shape[2], shape[0]),) * 2
+        case Fuse.GATE_UP_BIAS:
+            return (shape[1:],) * 2
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and stored shape of every tensor that this model is made of."""
+    return {name: shape for leaf in decoder_leaves(config) for name, shape in leaf.tensors.items()}
+
+
+def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """CheckpointError unless the names are exactly those the model needs (JUNK aside) and the shapes fit."""
+    needed = tensor_shapes(config)
+    missing = sorted(needed.keys() - found.keys())
+    unused = sorted(name for name in found.keys() - needed.keys() if not JUNK.search(name))
+    if missing or unused:
+        raise CheckpointError(
+            f"{where}: the tensors do not fit {config.architecture} as config.json describes it; "
+            f"missing: {_listed(missing)}; not used by the model: {_listed(unused)}"
+        )
+    for name, shape in needed.items():
+        if tuple(found[name]) != shape:
+            raise CheckpointError(
+                f"{where}: tensor {name!r} has shape {list(found[name])}, "
+                f"but config.json asks for {list(shape)}"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:20]) or "none"
+    return shown + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def fuse_tensors(fuse: Fuse, tensors: list[np.ndarray], config: ModelConfig) -> np.ndarray:
+    """One parameter from its stored tensors, on the host. May return a view."""
+    groups, head_dim = config.num_kv_heads, config.head_dim
+    match fuse:
+        case Fuse.QKV | Fuse.QKV_BIAS:
+            grouped = [t.reshape(groups, -1, *t.shape[1:]) for t in tensors]
+            joined = np.concatenate(grouped, axis=1)
+            return joined if fuse is Fuse.QKV_BIAS else joined.transpose(2, 0, 1)
+        case Fuse.OUT:
+            return tensors[0].T.reshape(groups, config.q_per_group * head_dim, -1)
+        case Fuse.GATE_UP:
+            return np.stack(tensors).transpose(2, 0, 1)
+        case Fuse.GATE_UP_BIAS:
+            return np.stack(tensors)
+        case Fuse.TRANSPOSE:
+            return tensors[0].T
+    return tensors[0]
+
+
+def build_decoder(
+    config: ModelConfig, *, dtype, read: Callable[[str], np.ndarray], mesh: jax.sharding.Mesh | None = None
+) -> Decoder:
+    """A Decoder filled leaf by leaf: read, fused and cast on the host, then copied to the device once.
+
+    Only one leaf's host copy lives at a time. With a mesh every leaf gets its sharding (see `sharding.py`).
+    """
+    if mesh is not None:
+        check_mesh(config, mesh)
+    graphdef, state = nnx.split(abstract_decoder(config, dtype))
+    arrays = []
+    for leaf in decoder_leaves(config):
+        fused = fuse_tensors(leaf.fuse, [read(name) for name in leaf.tensors], config)
+        if fused.shape != leaf.shape:
+            raise CheckpointError(f"{', '.join(leaf.tensors)}: shape {fused.shape} instead of {leaf.shape}")
+        # A fresh array, never a view: on the CPU JAX may keep it as the device's own copy.
+        host = np.array(fused, dtype=dtype, order="C", copy=True)
+        arrays.append(jax.device_put(host, None if mesh is None else parameter_sharding(mesh, leaf.path)))
+    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), arrays))
