@@ -11,12 +11,16 @@ from jaxserve.models.rope import RopeScaling, rope_from_hf
 __all__ = ["DTYPES", "CheckpointError", "ModelConfig", "UnsupportedModelError"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+_NO_SCALING = RopeScaling()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder, hashable. `windows[i]` is the number of positions that layer i sees (the query's own
-    among them), None for all; `dtype` is what the checkpoint says, None where it is silent."""
+    """A dense decoder, hashable.
+
+    `windows[i]` is the number of positions that layer i sees (the query's own among them), None for all;
+    `dtype` is what the checkpoint says, None where it is silent.
+    """
 
     architecture: str
     vocab_size: int
@@ -29,7 +33,7 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling = RopeScaling()
+    rope_scaling: RopeScaling = _NO_SCALING
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False

@@ -8,8 +8,8 @@ engine runs its own loop over `decoder.layers`; `Decoder.__call__` is the same l
     linear(x [tokens, in], weight [in, *out], out_dtype=None) -> [tokens, *out] in out_dtype (None: x.dtype);
         only `Decoder.logits` passes out_dtype
 
-Rounding follows transformers: norms are computed in float32 and cast before the scale multiplies; every product
-accumulates in float32 and is cast to the dtype of its input.
+Rounding follows transformers: norms are computed in float32 and cast before the scale multiplies; every
+product accumulates in float32 and is cast to the dtype of its input.
 """
 
 import math
@@ -18,10 +18,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
-
 from jaxserve.models import rope
 from jaxserve.models.config import ModelConfig
+from jaxtyping import Array, Float, Float32, Int32
 
 Attend = Callable[..., Array]
 Linear = Callable[..., Array]
@@ -83,8 +82,8 @@ class DecoderLayer(nnx.Module):
     """Attention and gated MLP, each behind its norm. Layers of one structure have equal graph definitions.
 
     Parameters (G query heads a group): qkv [hidden, kv_heads, (G + 2) * head_dim], the last axis being the G
-    query heads of the group, its key, its value; out [kv_heads, G * head_dim, hidden]; gate_up [hidden, 2, ffn];
-    down [ffn, hidden]; biases as their product's output; `None` where the model has none.
+    query heads of the group, its key, its value; out [kv_heads, G * head_dim, hidden]; gate_up
+    [hidden, 2, ffn]; down [ffn, hidden]; biases as their product's output; `None` where the model has none.
     """
 
     def __init__(self, config: ModelConfig, index: int, *, rngs: nnx.Rngs, dtype):
@@ -184,8 +183,3 @@ class Decoder(nnx.Module):
         for layer in self.layers:
             hidden = layer(hidden, tables, attend, linear)
         return self.final_norm(hidden)
-
-
-def random_decoder(config: ModelConfig, seed: int = 0, dtype=jnp.float32) -> Decoder:
-    """A decoder of random weights whose logits have a standard deviation of about 1."""
-    return Decoder(config, rngs=nnx.Rngs(seed), dtype=dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message names the file, the field or tensor, its value and the rule."""
+    """A checkpoint cannot be used; the message names file, field or tensor, value and rule."""
 
 
 class UnsupportedModelError(CheckpointError):

@@ -44,8 +44,8 @@ class Windows(Enum):
 class Family:
     """One architecture of `config.json`.
 
-    `defaults` are the fields that may be absent, with the value that transformers gives them; all other fields
-    are required. A bias is fixed (bool) or follows the named field.
+    `defaults` are the fields that may be absent, with the value that transformers gives them; all others are
+    required. A bias is fixed (bool) or follows the named field.
     """
 
     defaults: Mapping[str, Any]

@@ -1,8 +1,8 @@
 """Rotary position embeddings: frequencies on the host, tables of cosines and sines on the device.
 
-Follows `transformers.modeling_rope_utils`, in its arithmetic (float32) too. `dynamic` differs in one way: there
-the frequencies grow with the sequence seen so far, here they are fixed for the longest one, so that a token's
-keys never depend on what follows it.
+Follows `transformers.modeling_rope_utils`, in its arithmetic (float32) too. `dynamic` differs in one way:
+there the frequencies grow with the sequence seen so far, here they are fixed for the longest one, so that a
+token's keys never depend on what follows it.
 """
 
 import math
@@ -12,9 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
-
 from jaxserve.models.fields import CheckpointError, Fields, UnsupportedModelError, nearest
+from jaxtyping import Array, Float, Float32, Int32
 
 Frequencies = Float32[np.ndarray, "half_dim"]
 
@@ -44,7 +43,7 @@ def rope_from_hf(
 ) -> tuple[float, RopeScaling]:
     """Reads theta and the scaling from `rope_parameters` (transformers 5) or `rope_scaling` (before).
 
-    `dynamic` is fixed at `max_model_len` tokens, or at `max_position` where that is longer (or no length given).
+    `dynamic` is fixed at `max_model_len` tokens, but never at fewer than `max_position`.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     values = config.get(name) or {}

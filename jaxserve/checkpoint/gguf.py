@@ -74,7 +74,9 @@ def convert_gguf(path: str | Path, out_folder: str | Path, dtype_hint: str = "bf
     file = read_gguf(path)
     architecture = ARCHITECTURES.get(file.architecture)
     if architecture is None:
-        raise GGUFError(f"{path}: architecture {file.architecture!r} is not one of {', '.join(ARCHITECTURES)}")
+        raise GGUFError(
+            f"{path}: architecture {file.architecture!r} is not one of {', '.join(ARCHITECTURES)}"
+        )
     config = _config(file, architecture, dtype_hint)
     tensors = {_hugging_face_name(file, tensor): tensor for tensor in file.tensors}
     for tensor in file.tensors:

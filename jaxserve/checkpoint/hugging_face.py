@@ -66,7 +66,7 @@ def resolve_model(name: str, *, revision: str | None = None, cache_dir: Path | N
         return folder
     if not _HUB_ID.fullmatch(name):
         raise CheckpointError(
-            f"model={name!r} is neither an existing folder nor a hub id; give the path of a folder that holds "
+            f"model={name!r} is neither an existing folder nor a hub id; give the path of a folder with "
             "config.json and safetensors files, or an id like 'owner/name'"
         )
     from huggingface_hub import snapshot_download  # it takes a while to import, and folders do not need it
@@ -78,8 +78,8 @@ def resolve_model(name: str, *, revision: str | None = None, cache_dir: Path | N
     except Exception as error:  # errors of the network, the hub and the cache share no base class
         raise CheckpointError(
             f"model={name!r} is not an existing folder, and huggingface_hub could not provide it "
-            f"({type(error).__name__}). Connect to the network once to download it, set HF_HOME to a folder whose "
-            "hub cache holds it, or give the path of a local folder with config.json and safetensors files"
+            f"({type(error).__name__}). Connect to the network once to download it, set HF_HOME to a folder "
+            "whose hub cache holds it, or give the path of a folder with config.json and safetensors files"
         ) from error
 
 

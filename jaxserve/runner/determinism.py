@@ -78,8 +78,11 @@ def _run_layer(step: StepDefinition, leaves, hidden, packed_work):
     frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
     tables = rope.rope_tables(each, frequencies, config.rope_scaling.attention_factor)
     work = unpack_work_list(packed_work, rows)
+    prepared = step.attention.prepare(
+        work, each[:, None], where.slot, where.position, num_pages=rows, page_size=page_size
+    )
     definition = step.model.layers[0]
     out, _, _ = layer_step(
-        definition, step.attention, step.mesh, leaves, hidden, tables, LayerKV(pages), each[:, None], where, work
+        definition, step.attention, step.mesh, leaves, hidden, tables, LayerKV(pages), where, prepared
     )
     return out

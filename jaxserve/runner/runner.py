@@ -12,11 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout
+from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Compiler, Program
 from jaxserve.runner.inputs import Run
-from jaxserve.runner.step import AttentionFunction, StepDefinition
+from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import flatten
 from jaxserve.scheduler.buckets import Buckets
 
@@ -58,7 +59,7 @@ class Runner:
         num_slots: int,
         max_len: int,
         buckets: Buckets,
-        attention: AttentionFunction,
+        attention: AttentionBackend,
         mesh: jax.sharding.Mesh | None = None,
         cache_dir: Path | None = None,
     ):

@@ -10,18 +10,19 @@ The body computes every layer for the scheduled tokens and hands the rows that y
 KV lengths and write places come from the slots: the host only says which slots run and how many tokens.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
+from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.models import decoder, rope
 from jaxserve.runner.inputs import BodyInputs, unpack_body
 from jaxserve.runner.slots import Slots
@@ -29,15 +30,12 @@ from jaxserve.runner.weights import ModelDefinition, Weights
 from jaxserve.sampling.logprobs import Logprobs, logprobs
 from jaxserve.sampling.sampler import sample
 
-AttentionFunction = Callable[..., Array]
-
-
 @dataclass(frozen=True)
 class StepDefinition:
     """Everything static that the programs are compiled for."""
 
     model: ModelDefinition
-    attention: AttentionFunction
+    attention: AttentionBackend
     max_rows: int
     max_logprobs: int
     mesh: jax.sharding.Mesh | None = None
@@ -75,12 +73,14 @@ def body(
     frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
     tables = rope.rope_tables(where.position, frequencies, config.rope_scaling.attention_factor)
     finite = jnp.ones(tokens, bool)
-    table = slots.page_table[0]
+    prepared = step.attention.prepare(
+        inputs.work, slots.page_table[0], where.slot, where.position, num_pages=num_pages, page_size=page_size
+    )
     layers_kv = []
     for definition, leaves, layer_kv in zip(step.model.layers, weights.layers, kv, strict=True):
         with jax.named_scope("layer"):
             hidden, layer_kv, wrote_finite = layer_step(
-                definition, step.attention, step.mesh, leaves, hidden, tables, layer_kv, table, where, inputs.work
+                definition, step.attention, step.mesh, leaves, hidden, tables, layer_kv, where, prepared
             )
         layers_kv.append(layer_kv)
         finite &= wrote_finite
@@ -127,9 +127,9 @@ def _locate(slots: Slots, inputs: BodyInputs, num_pages: int, page_size: int) ->
     padding = inputs.token_slot >= slots.num_slots
     computed = slots.num_computed.at[inputs.token_slot].get(mode="clip")
     position = jnp.where(padding, -1, computed + inputs.token_offset)
-    page = slots.page_table.at[0, inputs.token_slot, position // page_size].get(mode="clip")
+    page = slots.page_table.at[0, inputs.token_slot, lax.div(position, page_size)].get(mode="clip")
     shared = position < slots.write_start.at[inputs.token_slot].get(mode="clip")
-    return Tokens(inputs.token_slot, position, jnp.where(padding | shared, num_pages, page), position % page_size)
+    return Tokens(inputs.token_slot, position, jnp.where(padding | shared, num_pages, page), lax.rem(position, page_size))
 
 
 def _advance(slots: Slots, inputs: BodyInputs) -> Slots:
@@ -141,7 +141,7 @@ def _replace(slots: Slots, **values) -> Slots:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def layer_step(definition, attention, mesh, leaves, hidden, tables, kv: LayerKV, table, where: Tokens, work):
+def layer_step(definition, attention, mesh, leaves, hidden, tables, kv: LayerKV, where: Tokens, prepared):
     """One layer; an inner jit, so that layers of one structure are traced and lowered once."""
     pages, finite = kv.pages, None
 
@@ -153,11 +153,11 @@ def layer_step(definition, attention, mesh, leaves, hidden, tables, kv: LayerKV,
             paged = jax.shard_map(
                 paged,
                 mesh=mesh,
-                in_specs=(heads, heads, heads, PAGES_SPEC, P(), P(), P()),
+                in_specs=(heads, heads, heads, PAGES_SPEC, P(), P()),
                 out_specs=(heads, PAGES_SPEC, P(None, "model")),
                 check_vma=False,
             )
-        out, pages, head_finite = paged(q, k, v, pages, table, where, work)
+        out, pages, head_finite = paged(q, k, v, pages, where, prepared)
         finite = head_finite.all(1)
         return out
 
@@ -165,9 +165,9 @@ def layer_step(definition, attention, mesh, leaves, hidden, tables, kv: LayerKV,
     return hidden, kv._replace(pages=pages), finite
 
 
-def _paged(attention, q, k, v, pages, table, where: Tokens, work, *, scale, window):
+def _paged(attention, q, k, v, pages, where: Tokens, prepared, *, scale, window):
     with jax.named_scope("write_kv"):
         pages, finite = kv_cache.write(pages, k, v, where.page, where.offset)
     with jax.named_scope("paged_attention"):
-        out = attention(q, pages, table, where.slot, where.position, work, scale=scale, window=window)
+        out = attention.attend(q, pages, prepared, scale=scale, window=window)
     return out, pages, finite[:, None]

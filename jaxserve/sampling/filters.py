@@ -60,8 +60,8 @@ def weights(distances: Float32[Array, "*n"], limb: int) -> UInt32[Array, "*n"]:
     return scaled.astype(jnp.int32).astype(jnp.uint32)
 
 
-def mass(weight: UInt32[Array, "*n m"], counted: Bool[Array, "*n m"], limb: int) -> Mass:
-    """The sum of the counted weights over the last axis."""
+def mass(weight: UInt32[Array, "..."], counted: Bool[Array, "..."], limb: int) -> Mass:
+    """The sum of the counted weights over the last axis; the two broadcast."""
     shift, mask, zero = jnp.uint32(limb), jnp.uint32(2**limb - 1), jnp.uint32(0)
     high = jnp.where(counted, weight >> shift, zero).sum(axis=-1, dtype=jnp.uint32)
     low = jnp.where(counted, weight & mask, zero).sum(axis=-1, dtype=jnp.uint32)
@@ -80,7 +80,7 @@ def to_float(total: Mass, limb: int) -> Float32[Array, "*n"]:
     return high + total.low.astype(jnp.float32) * jnp.float32(2.0 ** (-2 * limb))
 
 
-def below(left: Mass, right: Mass) -> Bool[Array, "*n"]:
+def below(left: Mass, right: Mass) -> Bool[Array, "..."]:
     return (left.high < right.high) | ((left.high == right.high) & (left.low < right.low))
 
 
@@ -160,15 +160,14 @@ def candidate_limits(
     last = candidates[:, -1]
     inside = (limit < last) | complete
 
-    weight = weights(candidates, limb)
-    within = candidates <= limit[:, None]
-    total = mass(weight, within, limb)
+    # What is nearer than each candidate, and in the last column what is within the limit.
+    ends = jnp.concatenate([candidates, jnp.nextafter(limit, jnp.float32(jnp.inf))[:, None]], axis=1)
+    sums = mass(weights(candidates, limb)[:, None, :], candidates[:, None, :] < ends[:, :, None], limb)
+    near_mass = Mass(sums.high[:, -1], sums.low[:, -1])
     needs_whole = ~inside & (filters.top_k >= vocab) & (filters.top_p < 1)
-    whole = lax.cond(jnp.any(needs_whole), whole_mass, lambda: total)
-    total = Mass(*(jnp.where(inside, mine, all_) for mine, all_ in zip(total, whole, strict=True)))
-    target = share(total, filters.top_p, limb)
-    nearer = candidates[:, None, :] < candidates[:, :, None]
-    before = mass(weight[:, None, :], nearer, limb)
-    enough = ~below(before, Mass(target.high[:, None], target.low[:, None])) & (filters.top_p < 1)[:, None]
-    kept = within & ~enough
+    whole = lax.cond(jnp.any(needs_whole), whole_mass, lambda: near_mass)
+    left = Mass(*(jnp.where(inside, near, all_) for near, all_ in zip(near_mass, whole, strict=True)))
+    target = share(Mass(left.high[:, None], left.low[:, None]), filters.top_p[:, None], limb)
+    in_nucleus = below(Mass(sums.high[:, :-1], sums.low[:, :-1]), target) | (filters.top_p >= 1)[:, None]
+    kept = (candidates <= limit[:, None]) & in_nucleus
     return CandidateLimits(kept, complete | (~kept[:, -1] & (inside | (filters.top_k >= vocab))))

@@ -185,11 +185,9 @@ class Scheduler:
         demand = sum(r.num_to_compute for r in self.running if r.num_to_compute > 1)
         decoding = plan.num_tokens
         waiting = iter(list(self.waiting))
-        admitted: list[Request] = []
         while demand < budget and (request := self._next_waiting(waiting, plan, budget - demand)) is not None:
-            admitted.append(request)
             demand += request.num_to_compute
-        if self.enable_chunked_prefill:
+        if self.enable_chunked_prefill and decoding:  # a next step is due anyway: what is cut off rides along
             budget = min(budget, self.buckets.exact_fit(min(demand, budget) + decoding, decoding + 1) - decoding)
         planned = {entry.request for entry in plan.entries}
         for request in list(self.running):

@@ -156,7 +156,9 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict) -> None:
     backend.add_special_tokens(special)
 
 
-def _surround(backend: tokenizers.Tokenizer, first: str | None, last: str | None) -> processors.TemplateProcessing:
+def _surround(
+    backend: tokenizers.Tokenizer, first: str | None, last: str | None
+) -> processors.TemplateProcessing:
     """A post-processor that puts these tokens around a text."""
     template = [piece for piece in (first, "$A", last) if piece is not None]
     special = [(token, backend.token_to_id(token)) for token in {first, last} - {None}]

@@ -1,25 +1,30 @@
 """Paged attention: one contract, several implementations.
 
-    attention(q, pages, page_table, token_slot, positions, work, *, scale, window) -> like q
+    prepared = backend.prepare(work, page_table, token_slot, positions, num_pages=, page_size=)     once a step
+    out = backend.attend(q, pages, prepared, scale=, window=)                                       once a layer
 
-`reference` is the definition, `xla` runs on CPUs and every other XLA device. Both read the pages that the step
-has already written its own keys and values to.
+`attend` reads the pages that the step has already written its own keys and values to. `reference` is the
+definition, `xla` runs on CPUs and every other XLA device.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from jaxtyping import Array
-
-from jaxserve.kernels_pallas.paged_attention.reference import paged_attention_reference
-from jaxserve.kernels_pallas.paged_attention.xla import paged_attention_xla
+from jaxserve.kernels_pallas.paged_attention import reference, xla
 
 
+class AttentionBackend(NamedTuple):
+    """One implementation of the contract."""
+
+    name: str
+    prepare: Callable
+    attend: Callable
 
 
-def _reference(q, pages, page_table, token_slot, positions, work, *, scale, window) -> Array:
-    return paged_attention_reference(q, pages, page_table, token_slot, positions, scale=scale, window=window)
+REFERENCE = AttentionBackend("reference", reference.prepare, reference.paged_attention_reference)
+XLA = AttentionBackend("xla", xla.prepare, xla.paged_attention_xla)
 
 
-def choose_attention(backend: str) -> Callable[..., Array]:
-    """The implementation behind a name of `BACKENDS`; `auto` is `xla`."""
-    return {"auto": paged_attention_xla, "xla": paged_attention_xla, "reference": _reference}[backend]
+def choose_attention(backend: str) -> AttentionBackend:
+    """The implementation behind a name of `backends.BACKENDS`; `auto` is `xla`."""
+    return {"auto": XLA, "xla": XLA, "reference": REFERENCE}[backend]

@@ -1,16 +1,29 @@
 """Paged attention in plain jnp: the definition that every implementation is compared with."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+class Prepared(NamedTuple):
+    """The page table and where each query row stands in it."""
+
+    page_table: Int[Array, "slots max_pages"]
+    token_slot: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+
+
+def prepare(work, page_table, token_slot, positions, *, num_pages: int, page_size: int) -> Prepared:
+    """Nothing to prepare: the definition needs no work list."""
+    return Prepared(page_table, token_slot, positions)
+
+
 def paged_attention_reference(
     q: Float[Array, "tokens heads head_dim"],
     pages: Float[Array, "num_pages 2 kv_heads page_size head_dim"],
-    page_table: Int[Array, "slots max_pages"],
-    token_slot: Int[Array, " tokens"],
-    positions: Int[Array, " tokens"],
+    prepared: Prepared,
     *,
     scale: float,
     window: int | None = None,
@@ -23,6 +36,7 @@ def paged_attention_reference(
     """
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, page_size, _ = pages.shape
+    page_table, token_slot, positions = prepared
     kv = pages[page_table[token_slot]]  # [tokens, max_pages, 2, kv_heads, page_size, head_dim]
     kv = jnp.moveaxis(kv, (2, 3), (1, 2)).reshape(tokens, 2, kv_heads, -1, head_dim).astype(jnp.float32)
     grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)

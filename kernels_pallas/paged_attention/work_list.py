@@ -44,8 +44,8 @@ class WorkList(NamedTuple):
 
 
 def num_chunk_tiles(tokens: int) -> int:
-    """The most chunk tiles that a bucket of `tokens` rows can hold, in whole groups."""
-    return -(-max(tokens // MIN_CHUNK_ROWS, 1) // CHUNK_GROUP) * CHUNK_GROUP
+    """The most chunk tiles that a bucket of `tokens` rows can hold, in whole groups; none in the smallest."""
+    return 0 if tokens < CHUNK_ROWS else -(-(tokens // MIN_CHUNK_ROWS) // CHUNK_GROUP) * CHUNK_GROUP
 
 
 def work_list_size(tokens: int) -> int:
@@ -59,7 +59,7 @@ def pack_work_list(runs: Sequence[QueryRun], tokens: int) -> np.ndarray:
     chunks: list[tuple[int, int, int]] = []  # (context, first row, rows)
     for row, start, count in runs:
         done = 0
-        while count - done >= MIN_CHUNK_ROWS:
+        while tokens >= CHUNK_ROWS and count - done >= MIN_CHUNK_ROWS:
             rows = min(CHUNK_ROWS, count - done)
             chunks.append((start + done + rows, row + done, rows))
             done += rows

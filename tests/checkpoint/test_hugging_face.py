@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from golden_models import load_golden, write_checkpoint
+from jaxserve.models.config import CheckpointError, ModelConfig, UnsupportedModelError
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.hugging_face import (
@@ -19,7 +21,6 @@ from jaxserve.checkpoint.hugging_face import (
     read_headers,
     resolve_model,
 )
-from jaxserve.models.config import CheckpointError, ModelConfig, UnsupportedModelError
 
 GOLDEN = load_golden("qwen2")  # tied
 SHARD = "model-00001-of-00003.safetensors"
@@ -49,10 +50,11 @@ def leaves(decoder):
 
 def refused(folder, *parts, error=CheckpointError):
     """Loading raises, its message has all the parts, and no array was made on a device."""
+    gc.collect()  # what earlier tests left in reference cycles
     before = len(jax.live_arrays())
     with pytest.raises(error) as caught:
         load_hugging_face(folder)
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before
     missing = [part for part in parts if part not in str(caught.value)]
     assert not missing, str(caught.value)
 
@@ -88,7 +90,7 @@ def test_dtype_of():
     assert dtype_of(config) == jnp.float16
     assert dtype_of(config, "bfloat16") == jnp.bfloat16
     assert dtype_of(ModelConfig.from_hf(GOLDEN.config | {"dtype": None})) == jnp.float32
-    with pytest.raises(CheckpointError, match="dtype='bfloat' is not supported .did you mean 'bfloat16'"):
+    with pytest.raises(CheckpointError, match=r"dtype='bfloat' is not supported .did you mean 'bfloat16'"):
         dtype_of(config, "bfloat")
 
 
@@ -237,4 +239,4 @@ def test_a_hub_id_is_found_in_the_local_cache_offline(tmp_path):
     assert found == f"{repository / 'snapshots' / commit} Qwen2ForCausalLM"
     assert "model='someone/absent' is not an existing folder" in absent
     assert "HF_HOME" in absent
-    assert "local folder" in absent
+    assert "path of a folder" in absent

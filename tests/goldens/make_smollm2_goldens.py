@@ -46,8 +46,8 @@ STEPS = 64
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 STORY = (
     "The lighthouse keeper wrote every evening in a thick brown book. She noted the wind, the height of the "
-    "waves, the ships that passed and the birds that rested on the railing. On some evenings there was nothing "
-    "to write, and then she described the silence. "
+    "waves, the ships that passed and the birds that rested on the railing. On some evenings there was "
+    "nothing to write, and then she described the silence. "
 )
 
 
@@ -75,19 +75,26 @@ PROMPTS = [
     STORY * 6 + "One morning the book was gone, and",
 ]
 
-FRAGMENTS = """the|The| cat|cats|'s|'ll|don't|DON'T| I'm|x|  |   |\n|\n\n|\t|    return|1|12|007|3.14|1,000| 5| 42|½|²|Ⅷ|١٢|𝟙𝟚
-é|é|ß|ñandú|日本|語| 한국어|привет|שלום|🎉|👩‍👩‍👧|🇫🇷|​| | |…|—|“quote”|!|?!|...|==|!=|->|{}|[0]|</p>|&amp;|#|@user
-http://example.org/a?b=1|<|im_start|>|<|im_end|>|<|endoftext|>|<|im_start|user|snake_case|CamelCase|ALLCAPS|e-mail|2nd|A4|v1.2.3
-�|\r\n|\r|\x00|\x7f|﻿|q̈|ﬁ|Å|ﷺ|a|aa|aaaaaaaaaaaaaaaaaaaaaaaa| a| \n|\n |0x1F|1e-5|-1|+|%d|\\n|$5|€|½ |٣ """
+# fmt: off
+FRAGMENTS = [
+    "the", "The", " cat", "cats", "'s", "'ll", "don't", "DON'T", " I'm", "x", "  ", "   ", "\t",
+    "    return", "1", "12", "007", "3.14", "1,000", " 5", " 42", "½", "²", "Ⅷ", "١٢", "𝟙𝟚", "é",
+    "ß", "ñandú", "日本", "語", " 한국어", "привет", "שלום", "🎉", "👩\u200d👩\u200d👧", "🇫🇷", "\u200b", " ",
+    "…", "—", "“quote”", "!", "?!", "...", "==", "!=", "->", "{}", "[0]", "</p>", "&amp;", "#",
+    "@user", "http://example.org/a?b=1", "<", "im_start", ">", "im_end", "endoftext", "user",
+    "snake_case", "CamelCase", "ALLCAPS", "e-mail", "2nd", "A4", "v1.2.3", "�", "\r", "\x00",
+    "\x7f", "\ufeff", "q\u0308", "ﬁ", "Å", "ﷺ", "a", "aa", "aaaaaaaaaaaaaaaaaaaaaaaa", " a", "0x1F",
+    "1e-5", "-1", "+", "%d", "\\n", "$5", "€", "½ ", "٣ ", "\n", "\n\n", " \n", "\n ", "\r\n", "|",
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_start", "|>user",
+]
+# fmt: on
 
 
 def encodings() -> list[str]:
     """Short texts of every kind, and seeded mixtures of them."""
-    pieces = [piece for line in FRAGMENTS.split("\n") for piece in line.split("|") if piece]
-    pieces += ["\n", "\n\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     draw = random.Random(0)
-    mixed = ["".join(draw.choices(pieces, k=draw.randint(2, 8))) for _ in range(250)]
-    return list(dict.fromkeys([*pieces, *mixed]))
+    mixed = ["".join(draw.choices(FRAGMENTS, k=draw.randint(2, 8))) for _ in range(250)]
+    return list(dict.fromkeys([*FRAGMENTS, *mixed]))
 
 
 def correct_tokenizer(folder: Path, name: str):
@@ -98,7 +105,9 @@ def correct_tokenizer(folder: Path, name: str):
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    differing = [text for text, ids in zip(texts, uncorrected) if tokenizer(text).input_ids != ids]
+    differing = [
+        text for text, ids in zip(texts, uncorrected, strict=True) if tokenizer(text).input_ids != ids
+    ]
     print(f"{len(differing)} of {len(texts)} texts differ by the pre-tokenizer, among them {differing[:5]}")
     for text in differing:
         assert any(unicodedata.category(char).startswith("N") for char in text), text
@@ -146,11 +155,11 @@ def main(gguf: Path) -> None:
     prompt_ids = [tokenizer(prompt).input_ids for prompt in PROMPTS]
     print("prompt lengths:", [len(ids) for ids in prompt_ids])
     positions = [[len(ids) // 3, 2 * len(ids) // 3, len(ids) - 1] for ids in prompt_ids]
-    logits = torch.stack([logits_at(model, ids, at) for ids, at in zip(prompt_ids, positions)])
+    logits = torch.stack([logits_at(model, ids, at) for ids, at in zip(prompt_ids, positions, strict=True)])
     top = logits.topk(256)
     random_ids = np.random.default_rng(1).choice(logits.shape[-1], 512, replace=False)
-    tokens, margins = zip(*(continue_greedily(model, ids) for ids in prompt_ids))
-    for ids, row in zip(tokens, margins):
+    greedy = [continue_greedily(model, ids) for ids in prompt_ids]
+    for ids, row in greedy:
         print(f"smallest margin {min(row):.4f}: {tokenizer.decode(ids)!r}")
     names, weights = weight_samples(model)
     texts = {"prompts": PROMPTS, "encodings": encodings(), "weights": names}
@@ -164,8 +173,8 @@ def main(gguf: Path) -> None:
         random_ids=random_ids.astype(np.int32),
         random_logits=logits[..., torch.from_numpy(random_ids)].numpy(),
         logsumexp=logits.logsumexp(-1).numpy(),
-        continuations=np.array(tokens, np.int32),
-        margins=np.array(margins, np.float32),
+        continuations=np.array([ids for ids, _ in greedy], np.int32),
+        margins=np.array([row for _, row in greedy], np.float32),
         **flat("prompt_ids", prompt_ids),
         **flat("encoding_ids", [tokenizer(text).input_ids for text in texts["encodings"]]),
         **weights,

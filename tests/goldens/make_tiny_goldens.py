@@ -1,9 +1,9 @@
-"""Makes the tiny golden models of this folder, one `.npz` a family, with torch and transformers.
+"""Makes the golden models of `tiny/`, one `.npz` a family, with torch and transformers.
 
     python tests/goldens/make_tiny_goldens.py        (needs torch, transformers 5; takes seconds)
 
-Every model is random and float32. Its weights are representable in bfloat16, which halves the files and lets a
-bfloat16 test start from the same values. Read them with `tests/golden_models.py`.
+Every model is random and float32. Its weights are representable in bfloat16, which halves the files and lets
+a bfloat16 test start from the same values. Read them with `tests/golden_models.py`.
 """
 
 import json
@@ -20,7 +20,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "tiny"
 CONTINUATION = 64
 TINY = {
     "vocab_size": 128,
@@ -106,8 +106,8 @@ def make(name: str, seed: int) -> dict[str, np.ndarray]:
     randomise(model, generator)
     prompt = torch.randint(3, TINY["vocab_size"], (1, prompt_length), generator=generator)
     if name == "dynamic":
-        # transformers keeps the frequencies of the longest sequence it has seen (until a sequence is shorter than
-        # max_position_embeddings): after this call they are those of max_model_len, as the engine fixes them.
+        # transformers keeps the frequencies of the longest sequence it has seen, until one is shorter than
+        # max_position_embeddings: after this call they are those of max_model_len, as the engine fixes them.
         model(torch.randint(3, TINY["vocab_size"], (1, max_model_len), generator=generator))
     output = model(prompt, use_cache=True)
     logits = output.logits[0]

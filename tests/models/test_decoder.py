@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +7,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from golden_models import GOLDEN_NAMES, load_golden, write_checkpoint
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import Decoder, RMSNorm, causal_attention, linear
+from jaxserve.models.weights import abstract_decoder, random_decoder
 
 from jaxserve.checkpoint.hugging_face import load_hugging_face
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import Decoder, RMSNorm, causal_attention, linear, random_decoder
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -25,6 +27,7 @@ TINY = ModelConfig(
     windows=(None, None, 4),
     uses_rope=(True, True, True),
 )
+ONE_LAYER = dataclasses.replace(TINY, num_layers=1, windows=(4,), uses_rope=(True,))
 LENGTH = 112  # every golden sequence fits; one length for all, so that the compiled operations are shared
 TOKENS = jnp.arange(10, dtype=jnp.int32) * 5
 
@@ -32,6 +35,9 @@ TOKENS = jnp.arange(10, dtype=jnp.int32) * 5
 def run(decoder: Decoder, tokens) -> jax.Array:
     tokens = jnp.asarray(tokens, jnp.int32)
     return decoder.logits(decoder(tokens, jnp.arange(len(tokens), dtype=jnp.int32)))
+
+
+run_compiled = nnx.jit(run)
 
 
 def run_golden(golden, decoder: Decoder) -> np.ndarray:
@@ -89,8 +95,7 @@ def test_goldens_notice_a_wrong_configuration(name, change, load):
 
 
 def test_layers_of_one_structure_share_a_graph_definition():
-    decoder = random_decoder(TINY)
-    first, second, third = (nnx.split(layer)[0] for layer in decoder.layers)
+    first, second, third = (nnx.split(layer)[0] for layer in abstract_decoder(TINY, jnp.float32).layers)
     assert first == second
     assert hash(first) == hash(second)
     assert first != third  # it has a window
@@ -98,7 +103,7 @@ def test_layers_of_one_structure_share_a_graph_definition():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_attention_and_products_are_called_as_the_contract_says(dtype):
-    decoder, calls = random_decoder(TINY, dtype=dtype), []
+    calls = []
 
     def attend(q, k, v, *, scale, window):
         calls.append((q.shape, k.shape, v.shape, scale, window))
@@ -108,11 +113,17 @@ def test_attention_and_products_are_called_as_the_contract_says(dtype):
         calls.append((x.shape, weight.shape, out_dtype))
         return linear(x, weight, out_dtype)
 
-    hidden = decoder(TOKENS, jnp.arange(10, dtype=jnp.int32), attend, product)
-    logits = decoder.logits(hidden, product)
-    assert (hidden.dtype, logits.dtype) == (dtype, jnp.float32)
+    def trace():
+        decoder = Decoder(TINY, rngs=nnx.Rngs(0), dtype=dtype)
+        hidden = decoder(TOKENS, jnp.arange(10, dtype=jnp.int32), attend, product)
+        return hidden, decoder.logits(hidden, product)
+
+    hidden, logits = jax.eval_shape(trace)
+    assert (hidden.shape, hidden.dtype) == ((10, 32), dtype)
+    assert (logits.shape, logits.dtype) == ((10, 64), jnp.float32)
     assert len(calls) == 3 * 5 + 1
-    assert calls[-5:] == [
+    assert calls[-6:] == [
+        ((10, 32), (32, 2, 40), None),
         ((10, 6, 8), (10, 2, 8), (10, 2, 8), 8**-0.5, 4),
         ((10, 48), (48, 32), None),
         ((10, 32), (32, 2, 48), None),
@@ -124,14 +135,14 @@ def test_attention_and_products_are_called_as_the_contract_says(dtype):
 def test_a_tied_head_is_the_embedding():
     tied = random_decoder(dataclasses.replace(TINY, tie_word_embeddings=True))
     assert tied.head is None
-    hidden = jax.random.normal(jax.random.key(0), (3, 32), jnp.float32)
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(3, 32)), jnp.float32)
     np.testing.assert_allclose(
         tied.logits(hidden), np.asarray(hidden) @ np.asarray(tied.embed[...]).T, atol=1e-5
     )
 
 
 def test_bfloat16_logits_are_not_rounded():
-    logits = np.asarray(run(random_decoder(TINY, dtype=jnp.bfloat16), TOKENS))
+    logits = np.asarray(run_compiled(random_decoder(TINY, dtype=jnp.bfloat16), TOKENS))
     assert (logits != logits.astype(jnp.bfloat16).astype(np.float32)).any()
 
 
@@ -140,36 +151,30 @@ def test_bfloat16_is_close_to_float32():
     exact = random_decoder(TINY)
     graphdef, _ = nnx.split(exact)
     widened = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.state(decoder))
-    assert np.abs(run(decoder, TOKENS) - run(nnx.merge(graphdef, widened), TOKENS)).max() < 0.1
+    error = run_compiled(decoder, TOKENS) - run_compiled(nnx.merge(graphdef, widened), TOKENS)
+    assert 0 < np.abs(error).max() < 0.1
 
 
-def test_x64_changes_no_dtype_and_no_bit():
-    decoder = random_decoder(TINY)
-    expected = run(decoder, TOKENS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_x64_brings_no_wide_type_into_the_program(dtype):
     with jax.enable_x64(True):
         assert jnp.arange(3).dtype == jnp.int64
-        result = run(decoder, TOKENS)
-        fresh = random_decoder(TINY)
-    assert result.dtype == jnp.float32
-    np.testing.assert_array_equal(result, expected)
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(fresh))} == {jnp.dtype(jnp.float32)}
+        program = jax.make_jaxpr(lambda: run(Decoder(TINY, rngs=nnx.Rngs(0), dtype=dtype), np.arange(10)))()
+    assert re.search(r"\b(f32|bf16|i32)\[", str(program))
+    assert not re.search(r"\b(f64|i64)\[\w", str(program))
 
 
 def test_float32_products_ignore_a_foreign_default_precision():
-    decoder = random_decoder(TINY)
     with jax.default_matmul_precision("bfloat16"):
-        jaxpr = jax.make_jaxpr(lambda tokens: run(decoder, tokens))(TOKENS)
-    lines = str(jaxpr)
-    assert lines.count("dot_general") == 3 * 6 + 1
-    assert lines.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") + lines.count(
-        "precision=Precision.HIGHEST"
-    ) == lines.count("dot_general")
+        program = str(jax.make_jaxpr(lambda: run(random_decoder(TINY), TOKENS))())
+    assert program.count("dot_general") == 3 * 6 + 1
+    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 3 * 6 + 1
 
 
 def test_norms_round_before_the_scale_as_transformers_does():
     norm = RMSNorm(32, eps=1e-6, dtype=jnp.bfloat16)
     norm.scale[...] = jnp.linspace(0.5, 1.7, 32, dtype=jnp.float32).astype(jnp.bfloat16)
-    x = jax.random.normal(jax.random.key(0), (4, 32), jnp.float32).astype(jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32)), jnp.bfloat16)
     wide = np.asarray(x, np.float32)
     rounded = jnp.asarray(wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)).astype(jnp.bfloat16)
     np.testing.assert_array_equal(norm(x), norm.scale[...] * rounded)
@@ -177,22 +182,21 @@ def test_norms_round_before_the_scale_as_transformers_does():
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_causal_attention_by_the_definition(window):
-    keys = jax.random.split(jax.random.key(1), 3)
-    q, k, v = (
-        jax.random.normal(key, (7, heads, 4), jnp.float32) for key, heads in zip(keys, (6, 2, 2), strict=True)
-    )
-    result = np.asarray(causal_attention(q, k, v, scale=0.5, window=window))
+    generator = np.random.default_rng(1)
+    q, k, v = (generator.normal(size=(7, heads, 4)).astype(np.float32) for heads in (6, 2, 2))
+    attention = jax.jit(causal_attention, static_argnames=("scale", "window"))
+    result = np.asarray(attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), scale=0.5, window=window))
     for head in range(6):
         for i in range(7):
             seen = range(max(0, i - (window or 7) + 1), i + 1)
-            scores = np.array([0.5 * np.dot(q[i, head], k[j, head // 3]) for j in seen], np.float64)
+            scores = np.array([0.5 * np.dot(q[i, head], k[j, head // 3]) for j in seen])
             weights = np.exp(scores) / np.exp(scores).sum()
-            expected = sum(w * np.asarray(v[j, head // 3]) for w, j in zip(weights, seen, strict=True))
+            expected = sum(w * v[j, head // 3] for w, j in zip(weights, seen, strict=True))
             np.testing.assert_allclose(result[i, head], expected, atol=1e-5)
 
 
 def test_every_parameter_can_be_trained():
-    config = dataclasses.replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
+    config = dataclasses.replace(ONE_LAYER, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
 
     @nnx.jit
     def gradients(decoder):
@@ -203,12 +207,16 @@ def test_every_parameter_can_be_trained():
         return nnx.grad(loss)(decoder)
 
     leaves = jax.tree.leaves(gradients(random_decoder(config)))
-    assert len(leaves) == 3 + 12 * 3
+    assert len(leaves) == 3 + 12
     assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in leaves)
 
 
-def test_random_decoders_follow_their_seed_and_have_sharp_logits():
-    first, again, other = (np.asarray(run(random_decoder(TINY, seed), TOKENS)) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first, again)
-    assert np.abs(first - other).max() > 0.5
-    assert 0.5 < first.std() < 2
+def test_a_new_decoder_is_scaled_for_training():
+    with jax.default_prng_impl("rbg"):  # a foreign default, and quicker to compile
+        decoder = nnx.jit(lambda: Decoder(ONE_LAYER, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))()
+    layer = decoder.layers[0]
+    for matrix, fan_in in ((decoder.embed, 32), (decoder.head, 32), (layer.out, 48), (layer.down, 48)):
+        values = np.asarray(matrix[...], np.float32)
+        assert matrix.dtype == jnp.bfloat16
+        assert values.std() == pytest.approx(fan_in**-0.5, rel=0.1)
+    assert (layer.mlp_norm.scale[...] == 1).all()

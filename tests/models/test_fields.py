@@ -1,5 +1,4 @@
 import pytest
-
 from jaxserve.models.fields import CheckpointError, Fields, nearest
 
 FIELDS = Fields(

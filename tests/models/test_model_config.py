@@ -1,6 +1,5 @@
 import pytest
 from golden_models import GOLDEN_NAMES, load_golden
-
 from jaxserve.models.config import CheckpointError, ModelConfig, UnsupportedModelError
 from jaxserve.models.rope import RopeScaling
 
@@ -127,9 +126,9 @@ def test_what_is_not_supported_is_named(fields, parts):
 
 
 def test_a_wrong_layer_list_is_named():
-    with pytest.raises(CheckpointError, match="no_rope_layers=.*each of 4 layers"):
+    with pytest.raises(CheckpointError, match=r"no_rope_layers=.*each of 4 layers"):
         read("SmolLM3ForCausalLM", no_rope_layers=[1])
-    with pytest.raises(CheckpointError, match="no_rope_layers=.*1 .rope. and 0"):
+    with pytest.raises(CheckpointError, match=r"no_rope_layers=.*1 .rope. and 0"):
         read("SmolLM3ForCausalLM", no_rope_layers=[1, 2, 1, 1])
     with pytest.raises(UnsupportedModelError, match="layer_types contains 'chunked_attention'"):
         read(

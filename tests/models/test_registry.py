@@ -1,5 +1,4 @@
 from golden_models import GOLDEN_NAMES, load_golden
-
 from jaxserve.models.registry import FAMILIES
 
 

@@ -2,7 +2,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jaxserve.models.config import CheckpointError, UnsupportedModelError
 from jaxserve.models.rope import RopeScaling, inverse_frequencies, rope_from_hf, rope_tables, rotate
 
@@ -54,6 +53,16 @@ def test_yarn_attention_factor_is_inferred_given_or_a_ratio():
     assert given.attention_factor == 1.5
     ratio = read({"rope_scaling": values | {"mscale": 2.0, "mscale_all_dim": 1.0}})[1]
     assert ratio.attention_factor == pytest.approx((0.2 * np.log(4.0) + 1) / inferred)
+
+
+def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
+    values = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    plain = inverse_frequencies(1e4, 64, RopeScaling())
+    ratio = inverse_frequencies(1e4, 64, read({"rope_scaling": values})[1]) / plain
+    # 4096 positions are 32 rotations at pair 10.5 and one at pair 22.5: the ramp goes from 10 to 23
+    np.testing.assert_allclose(ratio[:11], 1, rtol=1e-6)
+    np.testing.assert_allclose(ratio[23:], 1 / 4, rtol=1e-6)
+    np.testing.assert_allclose(ratio[11:23], 1 - 0.75 * np.arange(1, 13) / 13, rtol=1e-5)
 
 
 def test_yarn_without_truncation_has_another_ramp():

@@ -1,16 +1,15 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from golden_models import load_golden
 from jax.sharding import PartitionSpec
-
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import random_decoder
 from jaxserve.models.sharding import check_mesh, parameter_sharding, partition_spec
-from jaxserve.models.weights import decoder_leaves
+from jaxserve.models.weights import build_decoder, decoder_leaves
 
 CONFIG = ModelConfig.from_hf(load_golden("llama_biases").config)
 
@@ -46,19 +45,22 @@ def test_a_mesh_must_divide_heads_and_columns(cpu_devices):
 
 
 def test_a_split_model_gives_the_same_logits(cpu_devices):
-    decoder = random_decoder(CONFIG)
-    graphdef, state = nnx.split(decoder)
     mesh = jax.sharding.Mesh(np.array(cpu_devices[:2]), ("model",))
-    leaves, structure = jax.tree.flatten(state)
-    paths = [leaf.path for leaf in decoder_leaves(CONFIG)]
-    placed = [jax.device_put(x, parameter_sharding(mesh, p)) for x, p in zip(leaves, paths, strict=True)]
-    tokens = np.arange(12, dtype=np.int32)
+    read = load_golden("llama_biases").weights.__getitem__
+    tokens = jnp.arange(12, dtype=jnp.int32)
 
-    @jax.jit
-    def run(state):
-        decoder = nnx.merge(graphdef, state)
-        return decoder.logits(decoder(jax.numpy.asarray(tokens), jax.numpy.asarray(tokens)))
+    def run(decoder):
+        graphdef, state = nnx.split(decoder)
 
-    split = jax.tree.unflatten(structure, placed)
-    np.testing.assert_allclose(run(split), run(state), atol=1e-5)
-    assert "all-reduce" in run.lower(split).compile().as_text()
+        def logits(state):
+            decoder = nnx.merge(graphdef, state)
+            return decoder.logits(decoder(tokens, tokens))
+
+        program = jax.jit(logits).lower(state).compile()
+        return program(state), program.as_text()
+
+    alone, text = run(build_decoder(CONFIG, dtype=jnp.float32, read=read))
+    assert "all-reduce" not in text
+    split, text = run(build_decoder(CONFIG, dtype=jnp.float32, read=read, mesh=mesh))
+    assert "all-reduce" in text
+    np.testing.assert_allclose(split, alone, atol=1e-5)

@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 from flax import nnx
 from golden_models import GOLDEN_NAMES, load_golden
-
 from jaxserve.models.config import CheckpointError, ModelConfig
 from jaxserve.models.registry import Fuse
-from jaxserve.models.weights import build_decoder, check_tensors, decoder_leaves, fuse_tensors, tensor_shapes
+from jaxserve.models.weights import (
+    build_decoder,
+    check_tensors,
+    decoder_leaves,
+    fuse_tensors,
+    random_decoder,
+    tensor_shapes,
+)
 
 GOLDEN = load_golden("qwen2")
 CONFIG = ModelConfig.from_hf(GOLDEN.config)  # 4 query heads of 16, 2 KV heads, biases, tied
@@ -81,16 +87,13 @@ def test_the_other_fusions():
 
 def test_leaves_are_cast_copied_and_in_their_place():
     read_names = []
-    weights = {name: value.copy() for name, value in GOLDEN.weights.items()}
 
     def read(name):
         read_names.append(name)
-        return weights[name]
+        return GOLDEN.weights[name]
 
     decoder = build_decoder(CONFIG, dtype=jnp.bfloat16, read=read)
-    assert sorted(read_names) == sorted(weights)
-    for value in weights.values():
-        value[...] = np.nan  # what was loaded must not be a view of what was read
+    assert sorted(read_names) == sorted(GOLDEN.weights)
     state = nnx.state(decoder)
     shapes = [leaf.shape for leaf in decoder_leaves(CONFIG)]
     assert [leaf.shape for leaf in jax.tree.leaves(state)] == shapes
@@ -101,14 +104,27 @@ def test_leaves_are_cast_copied_and_in_their_place():
     )
 
 
+def test_leaves_are_no_views_of_what_was_read():
+    weights = {}
+    for name, value in GOLDEN.weights.items():
+        buffer = np.empty(value.nbytes + 64, np.uint8)
+        aligned = buffer[-buffer.ctypes.data % 64 :][: value.nbytes]  # JAX aliases aligned memory on the CPU
+        weights[name] = aligned.view(np.float32).reshape(value.shape)
+        weights[name][...] = value
+    decoder = build_decoder(CONFIG, dtype=jnp.float32, read=weights.__getitem__)
+    for value in weights.values():
+        value[...] = np.nan
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.state(decoder)))
+
+
 def test_a_mesh_splits_the_leaves(cpu_devices):
     mesh = jax.sharding.Mesh(np.array(cpu_devices[:2]), ("model",))
     decoder = build_decoder(CONFIG, dtype=jnp.float32, read=GOLDEN.weights.__getitem__, mesh=mesh)
     qkv = decoder.layers[0].qkv[...]
     assert {shard.data.shape for shard in qkv.addressable_shards} == {(64, 1, 64)}
     assert decoder.embed[...].sharding.is_fully_replicated
+    config = dataclasses.replace(CONFIG, intermediate_size=97)
     with pytest.raises(ValueError, match="does not divide intermediate_size=97"):
-        config = dataclasses.replace(CONFIG, intermediate_size=97)
         build_decoder(config, dtype=jnp.float32, read=GOLDEN.weights.__getitem__, mesh=mesh)
 
 
@@ -117,5 +133,18 @@ def test_a_reader_that_returns_a_wrong_shape_is_caught():
         value = GOLDEN.weights[name]
         return value[:-1] if name == "model.norm.weight" else value
 
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: shape \(63,\) instead of \(64,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight: shape \(63,\) instead of \(64,\) for norm\.scale"
+    ):
         build_decoder(CONFIG, dtype=jnp.float32, read=read)
+
+
+def test_random_decoders_follow_their_seed_and_have_sharp_logits():
+    @nnx.jit
+    def run(decoder):
+        return decoder.logits(decoder(jnp.arange(32, dtype=jnp.int32), jnp.arange(32, dtype=jnp.int32)))
+
+    first, again, other = (np.asarray(run(random_decoder(CONFIG, seed))) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.5
+    assert 0.5 < first.std() < 2

@@ -57,9 +57,8 @@ def test_masked_tokens_have_minus_infinity():
     np.testing.assert_allclose(found.top_logprobs, [[np.log(0.5), np.log(0.5), -np.inf]] * 8, rtol=1e-6)
 
 
-@pytest.mark.parametrize("vocab", [1000, 4096])
-def test_a_rows_values_do_not_depend_on_the_others(vocab):
-    logits, tokens = some_logits(vocab, 3.0, rows=64), np.arange(64, dtype=np.int32)
+def test_a_rows_values_do_not_depend_on_the_others():
+    logits, tokens = some_logits(1000, 3.0, rows=64), np.arange(64, dtype=np.int32)
     wanted = np.resize(np.array([5, 0, 20, -1], np.int32), 64)
     together = compute(logits, tokens, 20, wanted)
     for size in (8, 16, 32):

@@ -21,6 +21,7 @@ from tests.sampling.helpers import (
 # The whole family of chi-square tests fails by chance with this probability (Bonferroni); seeds are fixed.
 FAMILY_ALPHA = 1e-3
 VOCAB = 200
+WIDE = 2500  # more blocks than candidates, the last one short
 FILTERS = [
     {},
     {"temperature": 0.5},
@@ -76,10 +77,9 @@ def mixed_params(count: int) -> list[SamplingParams]:
     return [SamplingParams(seed=100 + i, **kind) for i, kind in zip(range(count), itertools.cycle(kinds))]
 
 
-@pytest.mark.parametrize("vocab", [128, 1000, 4096])
 @pytest.mark.parametrize("spread", [0.1, 3.0])
-def test_a_rows_token_does_not_depend_on_the_others(vocab, spread):
-    logits = some_logits(spread, vocab, rows=64)
+def test_a_rows_token_does_not_depend_on_the_others(spread):
+    logits = some_logits(spread, WIDE, rows=64)
     params, positions = mixed_params(64), np.arange(64, dtype=np.int32) * 7
     together = np.asarray(by_candidates(logits, rows_of(params), positions))
     order = np.random.default_rng(2).permutation(64)
@@ -97,7 +97,7 @@ def test_a_rows_token_does_not_depend_on_the_others(vocab, spread):
         assert alone[5] == together[index]
 
 
-@pytest.mark.parametrize("vocab", [50, 128, 1000, 4096])
+@pytest.mark.parametrize("vocab", [50, WIDE])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 3.0, 10.0])
 def test_the_ways_agree(vocab, spread):
     logits, rows = some_logits(spread, vocab, rows=64), rows_of(mixed_params(64))

@@ -18,7 +18,8 @@ def byte_level_backend() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
-        TEXT, BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False)
+        TEXT,
+        BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False),
     )
     backend.add_tokens([AddedToken("<tool call é>"), AddedToken("ĠĊ")])
     return backend
@@ -26,7 +27,25 @@ def byte_level_backend() -> Tokenizer:
 
 def byte_fallback_backend(strip: bool = True) -> Tokenizer:
     """Llama 2's kind (Gemma's without `strip`): `▁` for a space, a token for every byte."""
-    words = ["▁", "▁▁", "▁the", "▁cat", "c", "a", "t", "h", "e", "the", "ca", "cat", "at", "é", "日", "▁▁the", "\n"]
+    words = [
+        "▁",
+        "▁▁",
+        "▁the",
+        "▁cat",
+        "c",
+        "a",
+        "t",
+        "h",
+        "e",
+        "the",
+        "ca",
+        "cat",
+        "at",
+        "é",
+        "日",
+        "▁▁the",
+        "\n",
+    ]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     merges = [("c", "a"), ("ca", "t"), ("▁", "cat"), ("▁", "▁")]
     model = models.BPE({t: i for i, t in enumerate(tokens)}, merges, unk_token="<unk>", byte_fallback=True)
