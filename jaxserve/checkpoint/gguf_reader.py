@@ -24,7 +24,7 @@ class GGUFError(ValueError):
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor as it lies in the file: `data` are its bytes `[rows..., bytes per row]`, `shape` its values'."""
+    """A tensor of `shape` as it lies in the file: `data` are its bytes, `[rows..., bytes per row]`."""
 
     name: str
     type: GGMLQuantizationType
@@ -115,10 +115,9 @@ def _map_tensor(
         raise GGUFError(f"{path}: tensor {name} of shape {dims} cannot be of type {type_.name}")
     shape = tuple(reversed(dims))
     rows = (*shape[:-1], shape[-1] // block * block_bytes)
-    if start + offset + math.prod(rows) > len(content):
-        raise GGUFError(
-            f"{path} is truncated: tensor {name} ends at byte {start + offset + math.prod(rows)} of {len(content)}"
-        )
+    end = start + offset + math.prod(rows)
+    if end > len(content):
+        raise GGUFError(f"{path} is truncated: tensor {name} ends at byte {end} of {len(content)}")
     data = np.frombuffer(content, np.uint8, math.prod(rows), start + offset).reshape(rows)
     return GGUFTensor(name, type_, shape, data)
 

@@ -29,9 +29,8 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
             f"{file.path}: tokenizer.ggml.model {model!r} is not supported, only 'gpt2' (byte-level)"
         )
     if pre not in PRE_TOKENIZERS:
-        raise GGUFError(
-            f"{file.path}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not one of {', '.join(PRE_TOKENIZERS)}"
-        )
+        known = ", ".join(PRE_TOKENIZERS)
+        raise GGUFError(f"{file.path}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not one of {known}")
     tokens, types = file.require("tokenizer.ggml.tokens"), file.require("tokenizer.ggml.token_type")
     if len(tokens) != len(types) or len(set(tokens)) != len(tokens):
         raise GGUFError(f"{file.path}: tokenizer.ggml.tokens are not distinct, or not as many as token_type")
@@ -45,8 +44,8 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, types, strict=True):
         if kind in (_CONTROL, _USER_DEFINED):
-            added = AddedToken(token, normalized=False, special=kind == _CONTROL)
-            tokenizer.add_special_tokens([added]) if added.special else tokenizer.add_tokens([added])
+            add = tokenizer.add_special_tokens if kind == _CONTROL else tokenizer.add_tokens
+            add([AddedToken(token, normalized=False)])
     _surround(file, tokenizer, tokens)
     return tokenizer
 

@@ -41,8 +41,9 @@ class Program:
 class Compiler:
     """Executables by (program name, bucket). Thread-safe; counts what it compiled and what it loaded."""
 
-    def __init__(self, cache_dir: Path | None):
+    def __init__(self, cache_dir: Path | None, devices: Sequence[jax.Device]):
         self.cache_dir = cache_dir
+        self.devices = tuple(devices)
         self.num_compiled = 0
         self.num_loaded = 0
         self.num_after_warmup = 0
@@ -81,8 +82,8 @@ class Compiler:
 
     def _build(self, program: Program) -> jax.stages.Compiled:
         lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
-        path = None if self.cache_dir is None else self.cache_dir / _key(lowered)
-        executable = None if path is None else _load(path)
+        path = None if self.cache_dir is None else self.cache_dir / _key(lowered, self.devices)
+        executable = None if path is None else _load(path, self.devices)
         loaded = executable is not None
         if executable is None:
             executable = lowered.compile()
@@ -96,9 +97,10 @@ class Compiler:
         return executable
 
 
-def _key(lowered: jax.stages.Lowered) -> str:
+def _key(lowered: jax.stages.Lowered, devices: tuple[jax.Device, ...]) -> str:
     digest = hashlib.sha256(lowered.as_text().encode())
     digest.update(_machine().encode())
+    digest.update(repr([device.id for device in devices]).encode())
     digest.update(os.environ.get("XLA_FLAGS", "").encode())
     return digest.hexdigest()
 
@@ -113,9 +115,9 @@ def _machine() -> str:
     return "\n".join([jax.__version__, device.client.platform_version, device.device_kind, *cpu])
 
 
-def _load(path: Path) -> jax.stages.Compiled | None:
+def _load(path: Path, devices: tuple[jax.Device, ...]) -> jax.stages.Compiled | None:
     try:
-        return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+        return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()), execution_devices=devices)
     except FileNotFoundError:
         return None
     except Exception:  # a torn or foreign entry: whatever is wrong with it, compiling again is right

@@ -70,7 +70,8 @@ class Runner:
         self.max_pages = -(-max_len // layout.page_size)
         self.buckets = buckets
         self.step = StepDefinition(definition, attention, buckets.rows[-1], MAX_LOGPROBS, mesh)
-        self.compiler = Compiler(cache_dir)
+        devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
+        self.compiler = Compiler(cache_dir, devices)
         self.kv = kv_cache.allocate(layout, num_pages, mesh)
         self.slots = slots.allocate(num_slots, max_len, self.max_pages)
         if mesh is not None:

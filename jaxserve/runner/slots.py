@@ -3,7 +3,7 @@
 Padding rows use the slot number `num_slots`: reads clip, writes drop.
 """
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,7 @@ from jaxserve.sampling_params import SamplingParams, seed_words
 _HEADER = 10  # int32 values in front of the token history in a packed admission
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """Lengths are in tokens; `num_computed` is also the position of the next token to compute.
 
     history: token ids, known ones from `admit`, sampled ones from the head
@@ -117,5 +115,4 @@ def admit(slots: Slots, packed: Int32[Array, " size"]) -> Slots:
     }
     filled = {name: getattr(slots, name).at[slot].set(value) for name, value in rows.items()}
     filled["page_table"] = slots.page_table.at[:, slot].set(packed[_HEADER + max_len :])
-    assert filled.keys() == {field.name for field in fields(Slots)}
     return Slots(**filled)

@@ -111,7 +111,7 @@ def head(
         tokens = sample(logits, rows, position)
         chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs)
     history = slots.history.at[row_slots, position].set(tokens, mode="drop")
-    return _replace(slots, history=history), Sampled(tokens, chosen)
+    return slots._replace(history=history), Sampled(tokens, chosen)
 
 
 def logits_of(head: Float[Array, "hidden vocab"], hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:
@@ -120,7 +120,7 @@ def logits_of(head: Float[Array, "hidden vocab"], hidden: Float[Array, "rows hid
 
 def _new_pages(slots: Slots, inputs: BodyInputs) -> Slots:
     place = slots.page_table.at[0, inputs.new_page_slot, inputs.new_page_index]
-    return _replace(slots, page_table=place.set(inputs.new_page, mode="drop"))
+    return slots._replace(page_table=place.set(inputs.new_page, mode="drop"))
 
 
 def _locate(slots: Slots, inputs: BodyInputs, num_pages: int, page_size: int) -> Tokens:
@@ -133,11 +133,7 @@ def _locate(slots: Slots, inputs: BodyInputs, num_pages: int, page_size: int) ->
 
 
 def _advance(slots: Slots, inputs: BodyInputs) -> Slots:
-    return _replace(slots, num_computed=slots.num_computed.at[inputs.token_slot].add(1, mode="drop"))
-
-
-def _replace(slots: Slots, **values) -> Slots:
-    return Slots(**{**vars(slots), **values})
+    return slots._replace(num_computed=slots.num_computed.at[inputs.token_slot].add(1, mode="drop"))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

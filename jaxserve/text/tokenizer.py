@@ -1,9 +1,9 @@
 """Text to token ids and back, for tokenizers that Hugging Face's `tokenizers` library can hold.
 
-The library is used directly, not through transformers, whose import alone takes ten times as long.
-What transformers adds on top of `tokenizer.json` (tokens and flags in `tokenizer_config.json`) is
-applied here. Chat templates are no part of this module: they are rendered by transformers, from
-`Tokenizer.folder`, for those who chat.
+The library is used directly, not through transformers, whose import alone takes seconds. The tokens
+that only `tokenizer_config.json` names are added as transformers adds them; what stands around a text
+(`<s>`) is up to `tokenizer.json` alone, as with transformers 5. Chat templates are no part of this
+module: transformers renders them, from `Tokenizer.folder`, for those who chat.
 """
 
 import json
@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from jaxserve.text.decoding import TokenDecoding
 
@@ -60,15 +60,10 @@ class Tokenizer:
             ValueError: a file cannot be read; the message names it.
         """
         folder = Path(folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        names = _read_json(folder / "special_tokens_map.json") | config
+        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         backend = _load_backend(folder)
-        _add_missing_tokens(backend, names)
-        bos_token, eos_token = _content(names.get("bos_token")), _content(names.get("eos_token"))
-        if "add_bos_token" in config or "add_eos_token" in config:
-            first = bos_token if config.get("add_bos_token") else None
-            last = eos_token if config.get("add_eos_token") else None
-            backend.post_processor = _surround(backend, first, last)
+        _add_missing_tokens(backend, config)
+        bos_token, eos_token = _content(config.get("bos_token")), _content(config.get("eos_token"))
         return cls(backend, bos_token=bos_token, eos_token=eos_token, vocab_size=vocab_size, folder=folder)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
@@ -154,15 +149,6 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict) -> None:
         named += more.values() if isinstance(more, dict) else more
     special = [AddedToken(_content(name), normalized=False) for name in named if name is not None]
     backend.add_special_tokens(special)
-
-
-def _surround(
-    backend: tokenizers.Tokenizer, first: str | None, last: str | None
-) -> processors.TemplateProcessing:
-    """A post-processor that puts these tokens around a text."""
-    template = [piece for piece in (first, "$A", last) if piece is not None]
-    special = [(token, backend.token_to_id(token)) for token in {first, last} - {None}]
-    return processors.TemplateProcessing(single=template, special_tokens=special)
 
 
 def _size(backend: tokenizers.Tokenizer) -> int:

@@ -105,9 +105,8 @@ def correct_tokenizer(folder: Path, name: str):
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    differing = [
-        text for text, ids in zip(texts, uncorrected, strict=True) if tokenizer(text).input_ids != ids
-    ]
+    pairs = zip(texts, uncorrected, strict=True)
+    differing = [text for text, ids in pairs if tokenizer(text).input_ids != ids]
     print(f"{len(differing)} of {len(texts)} texts differ by the pre-tokenizer, among them {differing[:5]}")
     for text in differing:
         assert any(unicodedata.category(char).startswith("N") for char in text), text

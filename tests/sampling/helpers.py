@@ -9,6 +9,8 @@ import numpy as np
 from jaxserve.sampling.sampler import SamplingRows, sample
 from jaxserve.sampling_params import SamplingParams, seed_words
 
+VOCAB = 200
+
 by_candidates = jax.jit(sample)
 by_bisection = jax.jit(functools.partial(sample, candidates=0))
 by_few = jax.jit(functools.partial(sample, candidates=4))
@@ -28,16 +30,14 @@ def rows_of(params: list[SamplingParams]) -> SamplingRows:
     )
 
 
-def many_samples(
-    logits, params: SamplingParams, count: int, rows: int = 256, sampler=by_candidates
-) -> np.ndarray:
-    """Samples of one distribution at `count` positions of one request."""
-    logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, len(logits)))
+def many_samples(logits, params: SamplingParams, count: int, sampler=by_candidates) -> np.ndarray:
+    """Samples of one distribution over at most VOCAB tokens at `count` positions of one request."""
+    rows = 256
+    padded = np.full((rows, VOCAB), -np.inf, np.float32)  # one shape, one compilation
+    padded[:, : len(logits)] = logits
     parameters = rows_of([params] * rows)
     starts = np.arange(0, count, rows, dtype=np.int32)
-    steps = [
-        sampler(logits, parameters, jnp.asarray(start + np.arange(rows, dtype=np.int32))) for start in starts
-    ]
+    steps = [sampler(padded, parameters, start + np.arange(rows, dtype=np.int32)) for start in starts]
     return np.concatenate(steps)[:count]
 
 

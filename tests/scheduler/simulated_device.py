@@ -26,11 +26,11 @@ def next_token(history: tuple[int, ...], seed: int) -> int:
     return hash((seed, history)) % VOCAB
 
 
-def expected_output(prompt: list[int], seed: int, max_total_tokens: int) -> list[int]:
+def expected_output(prompt: list[int], seed: int, max_total_tokens: int, eos: bool = True) -> list[int]:
     history = list(prompt)
     while len(history) < max_total_tokens:
         history.append(next_token(tuple(history), seed))
-        if history[-1] == EOS:
+        if eos and history[-1] == EOS:
             break
     return history[len(prompt) :]
 
@@ -120,7 +120,7 @@ class Simulation:
         self.requests: list[Request] = []
         self.steps = 0
 
-    def add(self, prompt: list[int], max_tokens: int, *, n: int = 1, priority: int = 0) -> list[Request]:
+    def add(self, prompt: list[int], max_tokens: int, *, n: int = 1, priority: int = 0, eos: bool = True) -> list[Request]:
         source = None
         for index in range(n):
             request = Request(
@@ -131,7 +131,7 @@ class Simulation:
                 seed=len(self.requests),
                 arrival=len(self.requests),
                 max_total_tokens=min(len(prompt) + max_tokens, self.max_len),
-                stop_token_ids=frozenset({EOS}),
+                stop_token_ids=frozenset({EOS} if eos else ()),
                 priority=priority,
                 fork_of=source,
             )
@@ -162,7 +162,8 @@ class Simulation:
     def check_outputs(self, aborted: set[Request] = frozenset()) -> None:
         """Every request that ran to its end gave what its history demands; nobody owns a page."""
         for request in self.requests:
-            expected = expected_output(request.prompt_token_ids, request.seed, request.max_total_tokens)
+            eos = bool(request.stop_token_ids)
+            expected = expected_output(request.prompt_token_ids, request.seed, request.max_total_tokens, eos)
             if request in aborted:
                 assert request.output_token_ids == expected[: len(request.output_token_ids)]
             else:

@@ -92,7 +92,7 @@ def test_a_planted_bug_is_seen():
 
 def test_branches_share_full_pages_and_copy_the_partial_one():
     simulation = Simulation(num_pages=40, page_size=4, num_slots=8, budget=64, overlap=False, caching=False)
-    branches = simulation.add([3, 1, 4, 1, 5, 1, 2, 3, 4, 5], 8, n=4)
+    branches = simulation.add([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], 8, n=4, eos=False)
     simulation.step()  # the prompt, by the first branch
     assert [len(branch.pages) for branch in branches] == [3, 0, 0, 0]
     plan = simulation.step()
@@ -151,7 +151,7 @@ def test_a_long_prompt_does_not_starve_behind_short_ones():
 def test_budgets_are_filled_exactly_while_prompts_wait():
     simulation = Simulation(num_pages=200, page_size=4, num_slots=8, budget=64)
     for i in range(8):
-        simulation.add([i % 6, i // 6] * 25, 4)
+        simulation.add([i % 6, i // 6] * 25, 4, eos=False)
     plans = [simulation.step() for _ in range(6)]
     assert [plan.num_tokens for plan in plans] == [64] * 6
 

@@ -1,8 +1,7 @@
-import codecs
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -26,7 +25,7 @@ def draw_pieces(data: st.DataObject, size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_joined_deltas_are_the_whole_text(small_tokenizers, kind, data, skip):
     tokenizer = small_tokenizers[kind]
@@ -35,7 +34,7 @@ def test_joined_deltas_are_the_whole_text(small_tokenizers, kind, data, skip):
     assert "".join(push_all(tokenizer, pieces, skip)) == tokenizer.decode(ids, skip)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_joined_deltas_are_the_whole_text_of_the_demo_model(demo_tokenizer, data, skip):
     pieces = draw_pieces(data, demo_tokenizer.vocab_size)
@@ -44,7 +43,7 @@ def test_joined_deltas_are_the_whole_text_of_the_demo_model(demo_tokenizer, data
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2", "gemma"])
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=30))
 def test_a_valid_text_never_shows_half_a_character(small_tokenizers, kind, text):
     tokenizer = small_tokenizers[kind]
@@ -55,55 +54,45 @@ def test_a_valid_text_never_shows_half_a_character(small_tokenizers, kind, text)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "demo"])
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None)
 @given(text=st.text(min_size=1, max_size=20))
 def test_byte_level_text_is_given_as_early_as_possible(request, small_tokenizers, kind, text):
     tokenizer = request.getfixturevalue("demo_tokenizer") if kind == "demo" else small_tokenizers[kind]
+    ids = tokenizer.encode(text)
+    assume(tokenizer.decode(ids) == text)  # the demo model's vocabulary lacks the bytes of rare characters
     detokenizer, seen, data = IncrementalDetokenizer(tokenizer), "", b""
-    for token_id in tokenizer.encode(text):
+    for token_id in ids:
         seen += detokenizer.push([token_id])
         data += tokenizer.token_bytes(token_id)
         assert seen == data.decode(errors="ignore")
 
 
-def byte_ids(tokenizer: Tokenizer) -> dict[int, int]:
-    """The token of each single byte."""
-    sizes = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)}
-    return {data[0]: token_id for token_id, data in sizes.items() if len(data) == 1}
-
-
-AWKWARD_BYTES = st.lists(
-    st.sampled_from(
-        [0x41, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC2, 0xE0, 0xE1, 0xED, 0xEF, 0xF0]
-    )
-    | st.sampled_from([0xF1, 0xF4, 0xF5, 0xFF])
-    | st.integers(0, 255),
-    max_size=10,
-)
-
-
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=AWKWARD_BYTES)
-def test_bytes_that_are_no_utf8_decode_as_the_library_decodes_them(small_tokenizers, data):
+@pytest.fixture(scope="module")
+def byte_ids(small_tokenizers) -> dict[int, int]:
+    """The token of each single byte in the byte-level vocabulary."""
     tokenizer = small_tokenizers["byte_level"]
-    ids = [byte_ids_of(tokenizer)[byte] for byte in data]
+    contents = {token_id: tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)}
+    return {content[0]: token_id for token_id, content in contents.items() if len(content) == 1}
+
+
+# The first and last bytes of every row of the Unicode standard's table 3-7, and some that are in none.
+EDGES = bytes.fromhex("41 7f 80 8f 90 9f a0 bf c0 c2 df e0 e1 ec ed ee ef f0 f1 f3 f4 f5 ff")
+BYTES = st.lists(st.sampled_from(list(EDGES)) | st.integers(0, 255), max_size=10).map(bytes)
+
+
+@settings(max_examples=500, deadline=None)
+@given(data=BYTES)
+def test_bytes_that_are_no_utf8_decode_as_the_library_decodes_them(small_tokenizers, byte_ids, data):
+    tokenizer = small_tokenizers["byte_level"]
+    ids = [byte_ids[byte] for byte in data]
     text = tokenizer.decode(ids)
-    assert text == bytes(data).decode(errors="replace")
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    assert text == "".join(decoder.decode(bytes([byte])) for byte in data) + decoder.decode(b"", final=True)
+    assert text == data.decode(errors="replace")
     assert text == "".join(push_all(tokenizer, [[token_id] for token_id in ids]))
 
 
-_BYTE_IDS: dict[int, dict[int, int]] = {}
-
-
-def byte_ids_of(tokenizer: Tokenizer) -> dict[int, int]:
-    return _BYTE_IDS.setdefault(id(tokenizer), byte_ids(tokenizer))
-
-
-def test_half_a_character_is_held_and_flushed_as_a_replacement(small_tokenizers):
+def test_half_a_character_is_held_and_flushed_as_a_replacement(small_tokenizers, byte_ids):
     tokenizer = small_tokenizers["byte_level"]
-    first, second, third = (byte_ids_of(tokenizer)[byte] for byte in "語".encode())
+    first, second, third = (byte_ids[byte] for byte in "語".encode())
     assert push_all(tokenizer, [[first], [second], [third]]) == ["", "", "語", ""]
     assert push_all(tokenizer, [[first], [second]]) == ["", "", "�"]
 
@@ -116,9 +105,9 @@ def test_a_run_of_byte_tokens_is_held_until_it_ends(small_tokenizers):
     assert push_all(tokenizer, [[word], run[:1], [word]])[1:] == ["", "� cat", ""]
 
 
-def test_special_tokens_do_not_break_a_character_unless_shown(small_tokenizers):
+def test_special_tokens_do_not_break_a_character_unless_shown(small_tokenizers, byte_ids):
     tokenizer = small_tokenizers["byte_level"]
-    first, second = (byte_ids_of(tokenizer)[byte] for byte in "é".encode())
+    first, second = (byte_ids[byte] for byte in "é".encode())
     eos = min(tokenizer.special_ids)
     assert "".join(push_all(tokenizer, [[first, eos], [second]])) == "é"
     assert "".join(push_all(tokenizer, [[first, eos], [second]], False)) == "�<|eos|>�"
@@ -150,4 +139,4 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(small_tokenizers, kind)
         return (time.perf_counter() - start) / repeats
 
     seconds(1)
-    assert min(seconds(400) for _ in range(3)) < 4 * min(seconds(20) for _ in range(3))
+    assert min(seconds(100) for _ in range(3)) < 4 * min(seconds(5) for _ in range(3))

@@ -1,0 +1,176 @@
+"""A request gives the same bits whatever happens around it: tiny models here, the real one at the end.
+
+Compared are token ids and log-probabilities with all their bits. The expected result is always that of the
+request alone, with its prompt computed in one step.
+"""
+
+import random
+
+import numpy as np
+import pytest
+from engine_tools import (
+    assert_same,
+    one_branch,
+    requests_for,
+    run,
+    run_alone,
+    tiny_engine,
+)
+
+from jaxserve import Engine, SamplingParams
+from jaxserve.scheduler.scheduler import Scheduler
+
+VOCAB = 300
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return requests_for(VOCAB, 32)
+
+
+@pytest.fixture(scope="module")
+def alone(dtype, requests):
+    with tiny_engine(dtype, enable_prefix_caching=False) as engine:
+        assert engine.deterministic is True
+        return run_alone(engine, requests)
+
+
+def test_in_company(dtype, requests, alone):
+    with tiny_engine(dtype, enable_prefix_caching=False) as engine:
+        assert_same(run(engine, requests), alone)
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+def test_in_chunks(dtype, requests, alone, budget):
+    with tiny_engine(dtype, enable_prefix_caching=False, max_num_batched_tokens=budget) as engine:
+        assert_same(run(engine, requests), alone)
+
+
+def test_in_chunks_of_random_sizes(dtype, requests, alone, monkeypatch):
+    source = random.Random(0)
+    monkeypatch.setattr(Scheduler, "chunk_limit", lambda self, request: source.randint(1, request.num_to_compute))
+    with tiny_engine(dtype, enable_prefix_caching=False) as engine:
+        assert_same(run(engine, requests), alone)
+
+
+@pytest.mark.parametrize("options", [{"page_size": 64}, {"async_scheduling": False}, {"max_num_seqs": 3}])
+def test_with_other_options(dtype, requests, alone, options):
+    with tiny_engine(dtype, **options) as engine:
+        assert_same(run(engine, requests), alone)
+
+
+def test_whole_prompts_only(dtype, requests, alone):
+    with tiny_engine(dtype, enable_chunked_prefill=False, max_model_len=256) as engine:
+        assert_same(run(engine, requests), alone)
+
+
+def test_cold_and_from_the_prefix_cache(dtype, requests, alone):
+    with tiny_engine(dtype) as engine:
+        assert_same(run(engine, requests), alone)
+        cold = engine.stats()["prefix_cache_hits"]
+        assert_same(run(engine, requests), alone)
+        assert engine.stats()["prefix_cache_hits"] - cold > sum(len(prompt) for prompt, _ in requests) // 2
+
+
+def test_with_preemptions(dtype, requests, alone):
+    with tiny_engine(dtype, num_pages=20, max_model_len=200, max_num_seqs=8) as engine:
+        assert_same(run(engine, requests), alone)
+        assert engine.stats()["num_preemptions"] > 5
+
+
+def test_with_preemptions_without_prefix_cache_or_overlap(dtype, requests, alone):
+    options = {"num_pages": 20, "max_model_len": 200, "max_num_seqs": 8, "enable_prefix_caching": False}
+    with tiny_engine(dtype, async_scheduling=False, **options) as engine:
+        assert_same(run(engine, requests), alone)
+        assert engine.stats()["num_preemptions"] > 5
+
+
+def test_branches_are_requests_with_derived_seeds(dtype, requests, alone):
+    with tiny_engine(dtype) as engine:
+        single = run(engine, one_branch(requests))
+    branches = [branch for result in alone for branch in result.outputs]
+    assert [result.outputs[0].token_ids for result in single] == [branch.token_ids for branch in branches]
+    assert [result.outputs[0].logprobs for result in single] == [branch.logprobs for branch in branches]
+
+
+def test_decoded_and_recomputed(dtype, requests, alone):
+    """The rest of an answer is the answer to the prompt with its beginning."""
+    beginnings, rests = [], []
+    for (prompt, params), result in zip(one_branch(requests), (b for r in alone for b in r.outputs), strict=True):
+        cut = len(result.token_ids) // 2
+        if cut:
+            rest = SamplingParams(**{**_fields(params), "max_tokens": params.max_tokens - cut})
+            beginnings.append(([*prompt, *result.token_ids[:cut]], rest))
+            rests.append((result.token_ids[cut:], result.logprobs[cut:]))
+    with tiny_engine(dtype, enable_prefix_caching=False) as engine:
+        for result, (tokens, logprobs) in zip(run(engine, beginnings), rests, strict=True):
+            assert result.outputs[0].token_ids == tokens
+            assert result.outputs[0].logprobs == logprobs
+
+
+def _fields(params: SamplingParams) -> dict:
+    return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+
+
+def test_aborts_change_nothing_for_the_others(dtype, requests, alone):
+    with tiny_engine(dtype, max_num_batched_tokens=64) as engine:
+        for index, (prompt, params) in enumerate(requests):
+            engine.add_request(str(index), prompt, params)
+        results = {}
+        for step in range(10**6):
+            if not engine.has_unfinished():
+                break
+            for delta in engine.step():
+                results[delta.request_id] = results[delta.request_id] if delta.request_id in results else delta
+                if results[delta.request_id] is not delta:
+                    results[delta.request_id].extend(delta)
+            if step % 3 == 0 and step < 30:
+                engine.abort(str(step))
+        engine.check_integrity()
+    kept = [index for index in range(len(requests)) if index % 3 or index >= 30]
+    assert_same([results[str(index)] for index in kept], [alone[index] for index in kept])
+
+
+def test_junk_in_unowned_pages_and_positions_changes_nothing(dtype, requests, alone):
+    with tiny_engine(dtype, enable_prefix_caching=False) as engine:
+        junk = [layer._replace(pages=layer.pages + np.asarray(3e4, layer.pages.dtype)) for layer in engine.runner.kv]
+        engine.runner.kv = tuple(junk)
+        assert_same(run(engine, requests), alone)
+
+
+def test_a_request_that_overflows_ends_with_an_error_and_leaves_no_trace(dtype, requests, alone):
+    """Token 299's embedding is infinite: prompts with it fail, and whoever gets their pages is exact."""
+    with tiny_engine(dtype, num_pages=40, max_model_len=200, max_num_seqs=8) as engine:
+        weights = engine.runner.weights
+        poisoned = weights._replace(embed=weights.embed.at[299].set(np.asarray(np.inf, weights.embed.dtype)))
+        clean = [(prompt, params) for prompt, params in requests if 299 not in prompt]
+        expected = [result for (prompt, _), result in zip(requests, alone, strict=True) if 299 not in prompt]
+        engine.runner.weights = poisoned
+        bad = [([*prompt[:20], 299, *prompt[20:100]], params) for prompt, params in clean]
+        mixed = [request for pair in zip(bad, clean, strict=True) for request in pair]
+        results = run(engine, mixed)
+        assert {branch.finish_reason for result in results[::2] for branch in result.outputs} == {"error"}
+        assert all("not finite" in branch.error for result in results[::2] for branch in result.outputs)
+        same = [i for i, result in enumerate(expected) if all(299 not in b.token_ids[:-1] for b in result.outputs)]
+        assert len(same) > len(expected) // 2
+        assert_same([results[1::2][i] for i in same], [expected[i] for i in same])
+
+
+def test_a_seed_decides_and_nothing_else_does():
+    prompt = list(range(20))
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True) for seed in (1, 2, 1)]
+    with tiny_engine() as engine:
+        first, second, again = run(engine, [(prompt, p) for p in params])
+        assert first.outputs[0].token_ids == again.outputs[0].token_ids != second.outputs[0].token_ids
+
+
+def test_without_determinism_it_still_runs():
+    with tiny_engine("float32", deterministic=False) as engine:
+        assert engine.runner.buckets.tokens[0] == 8
+        assert isinstance(engine, Engine)
+        assert run(engine, [([1, 2, 3], SamplingParams(max_tokens=3))])[0].finished
