@@ -75,10 +75,14 @@ def _print_in_order(deltas: Iterator[RequestOutput], prompts: list[str]) -> floa
         text = "".join(output.text for output in delta.outputs)
         waiting[index].append((text, delta.finished))
         while current < len(prompts):
-            if current < 0 or waiting[current] and waiting[current][-1][1] and _flush(waiting[current]):
+            if current < 0 or (waiting[current] and waiting[current][-1][1] and _flush(waiting[current])):
                 current += 1
                 if current < len(prompts):
-                    print(f"\n\033[1m{prompts[current].strip()}\033[0m" if sys.stdout.isatty() else f"\n> {prompts[current].strip()}")
+                    print(
+                        f"\n\033[1m{prompts[current].strip()}\033[0m"
+                        if sys.stdout.isatty()
+                        else f"\n> {prompts[current].strip()}"
+                    )
                 continue
             _flush(waiting[current])
             break

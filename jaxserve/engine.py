@@ -207,14 +207,21 @@ class Engine:
                 self._end(self._groups[request.request_id], "error", request.error)
             sampled_row += entry.sample
         outputs, self._pending = self._pending, []
-        outputs += [self._report(self._groups[request_id], deltas) for request_id, deltas in new.items() if request_id in self._groups]
+        outputs += [
+            self._report(self._groups[request_id], deltas)
+            for request_id, deltas in new.items()
+            if request_id in self._groups
+        ]
         return outputs
 
     def _output(self, entry: PlanEntry, token: int, result: StepResult, row: int) -> CompletionOutput:
         request = entry.request
         self._counters.generation_tokens += 1
         output = CompletionOutput(
-            request.index, token_ids=[token], finish_reason=request.finish_reason, stop_reason=request.stop_reason
+            request.index,
+            token_ids=[token],
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
         )
         detokenizer = self._detokenizers.get(request)
         if detokenizer is not None:

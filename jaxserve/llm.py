@@ -27,7 +27,9 @@ class LLM:
         self._next_id = 0
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """The finished results of all prompts, in input order.
 
@@ -44,7 +46,9 @@ class LLM:
         return [results[request_id] for request_id in sorted(results, key=int)]
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields what each step adds to each request; request ids count up in input order.
 
@@ -98,5 +102,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | dict):
         return [prompts]
     prompts = list(prompts)
-    one_of_ids = prompts and not any(isinstance(prompt, str | dict | Sequence) or hasattr(prompt, "__len__") for prompt in prompts)
+    one_of_ids = prompts and not any(
+        isinstance(prompt, str | dict | Sequence) or hasattr(prompt, "__len__") for prompt in prompts
+    )
     return [prompts] if one_of_ids else prompts

@@ -89,7 +89,11 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         check_mesh(model.config, config.mesh)
     wanted_len = _wanted_length(config, model.config)
     layout = KVLayout(
-        model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, config.page_size, model.dtype
+        model.config.num_layers,
+        model.config.num_kv_heads,
+        model.config.head_dim,
+        config.page_size,
+        model.dtype,
     )
     plan = _plan_memory(config, model, layout)
     max_len = _fit_length(config, wanted_len, plan)
@@ -155,9 +159,7 @@ def _named(config: EngineConfig, tokenizer: Tokenizer | None) -> Model:
 
 def _given(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) -> Model:
     if tokenizer is None and config.tokenizer is not None:
-        tokenizer = Tokenizer.from_folder(
-            resolve_model(str(config.tokenizer)), vocab_size=decoder.config.vocab_size
-        )
+        tokenizer = Tokenizer.from_folder(resolve_model(str(config.tokenizer)), vocab_size=decoder.config.vocab_size)
     return Model(decoder.config, decoder.embed[...].dtype, tokenizer, lambda: decoder)
 
 

@@ -97,9 +97,7 @@ class ModelConfig:
 def _architecture(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise CheckpointError(
-            f"config.json: architectures={architectures!r}, but it must be a list of one name"
-        )
+        raise CheckpointError(f"config.json: architectures={architectures!r}, but it must be a list of one name")
     name = architectures[0]
     if name not in FAMILIES:
         raise UnsupportedModelError(
@@ -128,9 +126,7 @@ def _heads(fields: Fields) -> dict[str, int]:
     head_dim = fields.integer_or_none("head_dim")
     if head_dim is None:
         if fields.integer("hidden_size") % heads:
-            raise fields.wrong(
-                "hidden_size", f"divisible by num_attention_heads={heads} where head_dim is absent"
-            )
+            raise fields.wrong("hidden_size", f"divisible by num_attention_heads={heads} where head_dim is absent")
         head_dim = fields.integer("hidden_size") // heads
     if head_dim % 2 or head_dim < 4:
         raise CheckpointError(f"config.json: head_dim={head_dim}, but it must be even and at least 4")
@@ -153,9 +149,7 @@ def _uses_rope(family: Family, fields: Fields, num_layers: int) -> tuple[bool, .
     return tuple(bool(entry) for entry in listed)
 
 
-def _windows(
-    family: Family, fields: Fields, num_layers: int, uses_rope: tuple[bool, ...]
-) -> tuple[int | None, ...]:
+def _windows(family: Family, fields: Fields, num_layers: int, uses_rope: tuple[bool, ...]) -> tuple[int | None, ...]:
     if family.windows is Windows.NONE:
         return (None,) * num_layers
     if family.windows is Windows.ALL:
@@ -188,7 +182,5 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
         return None
     dtype = str(value).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise UnsupportedModelError(
-            f"config.json: {name}={value!r} is not supported; known: {', '.join(DTYPES)}"
-        )
+        raise UnsupportedModelError(f"config.json: {name}={value!r} is not supported; known: {', '.join(DTYPES)}")
     return dtype

@@ -18,9 +18,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
 from jaxserve.models import rope
 from jaxserve.models.config import ModelConfig
-from jaxtyping import Array, Float, Float32, Int32
 
 Attend = Callable[..., Array]
 Linear = Callable[..., Array]
@@ -164,9 +165,7 @@ class Decoder(nnx.Module):
     def final_norm(self, hidden: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         return self.norm(hidden)
 
-    def logits(
-        self, hidden: Float[Array, "tokens hidden"], linear: Linear = linear
-    ) -> Float32[Array, "tokens vocab"]:
+    def logits(self, hidden: Float[Array, "tokens hidden"], linear: Linear = linear) -> Float32[Array, "tokens vocab"]:
         """Logits of what `final_norm` returned, never rounded below float32."""
         head = self.embed[...].T if self.head is None else self.head[...]
         return linear(hidden, head, out_dtype=jnp.float32)

@@ -76,9 +76,7 @@ LLAMA_WEIGHTS: Mapping[str, Source] = MappingProxyType(
         "layers.{i}.out": Source((_ATTENTION + "o_proj.weight",), Fuse.OUT),
         "layers.{i}.out_bias": Source((_ATTENTION + "o_proj.bias",)),
         "layers.{i}.gate_up": Source((_MLP + "gate_proj.weight", _MLP + "up_proj.weight"), Fuse.GATE_UP),
-        "layers.{i}.gate_up_bias": Source(
-            (_MLP + "gate_proj.bias", _MLP + "up_proj.bias"), Fuse.GATE_UP_BIAS
-        ),
+        "layers.{i}.gate_up_bias": Source((_MLP + "gate_proj.bias", _MLP + "up_proj.bias"), Fuse.GATE_UP_BIAS),
         "layers.{i}.down": Source((_MLP + "down_proj.weight",), Fuse.TRANSPOSE),
         "layers.{i}.down_bias": Source((_MLP + "down_proj.bias",)),
     }

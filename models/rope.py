@@ -12,8 +12,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.models.fields import CheckpointError, Fields, UnsupportedModelError, nearest
 from jaxtyping import Array, Float, Float32, Int32
+
+from jaxserve.models.fields import CheckpointError, Fields, UnsupportedModelError, nearest
 
 Frequencies = Float32[np.ndarray, "half_dim"]
 
@@ -126,9 +127,7 @@ def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> Fr
 
 
 def _default(theta: float, dim: int, scaling: RopeScaling) -> np.ndarray:
-    return np.float32(1) / np.power(
-        np.float32(theta), np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    )
+    return np.float32(1) / np.power(np.float32(theta), np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
 
 
 def _linear(theta: float, dim: int, scaling: RopeScaling) -> np.ndarray:

@@ -3,6 +3,7 @@
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
 from jaxserve.models.config import ModelConfig
 
 AXIS = "model"

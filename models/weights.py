@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
 from jaxserve.models.config import CheckpointError, ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.registry import FAMILIES, Fuse
@@ -91,8 +92,7 @@ def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], whe
     for name, shape in needed.items():
         if tuple(found[name]) != shape:
             raise CheckpointError(
-                f"{where}: tensor {name!r} has shape {list(found[name])}, "
-                f"but config.json asks for {list(shape)}"
+                f"{where}: tensor {name!r} has shape {list(found[name])}, but config.json asks for {list(shape)}"
             )
 
 

@@ -126,9 +126,10 @@ def test_aborts_change_nothing_for_the_others(dtype, requests, alone):
             if not engine.has_unfinished():
                 break
             for delta in engine.step():
-                results[delta.request_id] = results[delta.request_id] if delta.request_id in results else delta
-                if results[delta.request_id] is not delta:
+                if delta.request_id in results:
                     results[delta.request_id].extend(delta)
+                else:
+                    results[delta.request_id] = delta
             if step % 3 == 0 and step < 30:
                 engine.abort(str(step))
         engine.check_integrity()

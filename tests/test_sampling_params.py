@@ -38,9 +38,7 @@ def test_wrong_values_are_refused_with_field_value_and_rule(field, values):
 
 
 def test_limits_are_accepted():
-    SamplingParams(
-        temperature=0, top_k=-1, top_p=1, min_p=1, seed=-(2**63), max_tokens=None, logprobs=0, n=128
-    )
+    SamplingParams(temperature=0, top_k=-1, top_p=1, min_p=1, seed=-(2**63), max_tokens=None, logprobs=0, n=128)
     SamplingParams(temperature=5, top_k=2**31 - 1, top_p=1e-9, seed=2**63 - 1, logprobs=20)
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
 

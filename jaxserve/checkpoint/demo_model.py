@@ -112,9 +112,7 @@ def _fetch(scratch: Path) -> Path:
 
 
 def _run(*command: str) -> None:
-    result = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-    )
+    result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         raise DemoModelError(_advice("\n".join([f"{' '.join(command)} failed:", *lines[-3:]])))

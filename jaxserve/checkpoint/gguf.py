@@ -74,9 +74,7 @@ def convert_gguf(path: str | Path, out_folder: str | Path, dtype_hint: str = "bf
     file = read_gguf(path)
     architecture = ARCHITECTURES.get(file.architecture)
     if architecture is None:
-        raise GGUFError(
-            f"{path}: architecture {file.architecture!r} is not one of {', '.join(ARCHITECTURES)}"
-        )
+        raise GGUFError(f"{path}: architecture {file.architecture!r} is not one of {', '.join(ARCHITECTURES)}")
     config = _config(file, architecture, dtype_hint)
     tensors = {_hugging_face_name(file, tensor): tensor for tensor in file.tensors}
     for tensor in file.tensors:
@@ -182,9 +180,7 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_safetensors(
-    path: Path, shapes: dict[str, tuple[int, ...]], value: Callable[[str], np.ndarray]
-) -> None:
+def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], value: Callable[[str], np.ndarray]) -> None:
     """Write float32 tensors one after the other; the library's own writer wants them all in memory."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -89,9 +89,7 @@ def _parse(path: Path, content: mmap.mmap) -> GGUFFile:
         raise GGUFError(f"{path}: GGUF version {version} is not supported, only 2 and 3 (little-endian)")
     num_tensors, num_fields = cursor.scalar("Q"), cursor.scalar("Q")
     if max(num_tensors, num_fields) > _FIELDS_LIMIT:
-        raise GGUFError(
-            f"{path} is damaged: it claims {num_tensors} tensors and {num_fields} metadata fields"
-        )
+        raise GGUFError(f"{path} is damaged: it claims {num_tensors} tensors and {num_fields} metadata fields")
     metadata = {}
     for _ in range(num_fields):
         key = cursor.string()

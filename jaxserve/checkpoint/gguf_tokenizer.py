@@ -25,9 +25,7 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     """The byte-level BPE tokenizer that the file describes; an error that names what is not supported."""
     model, pre = file.require("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
     if model != "gpt2":
-        raise GGUFError(
-            f"{file.path}: tokenizer.ggml.model {model!r} is not supported, only 'gpt2' (byte-level)"
-        )
+        raise GGUFError(f"{file.path}: tokenizer.ggml.model {model!r} is not supported, only 'gpt2' (byte-level)")
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise GGUFError(f"{file.path}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not one of {known}")

@@ -72,9 +72,7 @@ def resolve_model(name: str, *, revision: str | None = None, cache_dir: Path | N
     from huggingface_hub import snapshot_download  # it takes a while to import, and folders do not need it
 
     try:
-        return Path(
-            snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=_HUB_FILES)
-        )
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=_HUB_FILES))
     except Exception as error:  # errors of the network, the hub and the cache share no base class
         raise CheckpointError(
             f"model={name!r} is not an existing folder, and huggingface_hub could not provide it "
@@ -171,9 +169,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file_name in dict.fromkeys(index.values()):
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise CheckpointError(
-                f"{index_file}: weight_map names {file_name!r}, which is no plain file name"
-            )
+            raise CheckpointError(f"{index_file}: weight_map names {file_name!r}, which is no plain file name")
         header = _read_header(folder / file_name)
         if twice := header.keys() & tensors.keys():
             raise CheckpointError(f"{folder / file_name}: tensor {min(twice)!r} is also in another file")

@@ -42,7 +42,11 @@ def unproven(backend: str, dtype: jnp.dtype, largest_bucket: int) -> str | None:
 
 
 def row_invariance(
-    step: StepDefinition, weights: Weights, token_buckets: tuple[int, ...], row_buckets: tuple[int, ...], compiler: Compiler
+    step: StepDefinition,
+    weights: Weights,
+    token_buckets: tuple[int, ...],
+    row_buckets: tuple[int, ...],
+    compiler: Compiler,
 ) -> str | None:
     """Run one layer and the head on the same rows in every bucket. Returns what differs, or None if nothing does."""
     hidden_size = step.model.config.hidden_size

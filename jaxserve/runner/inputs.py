@@ -5,6 +5,7 @@ The buffer is fresh for every step: on the CPU JAX may alias it, and the step ru
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -66,14 +67,16 @@ def pack_body(
         count = len(new_pages)
         page_slot[:count], page_index[:count], page[:count] = zip(*new_pages, strict=True)
     firsts = (ends - counts).tolist()
-    work[:] = pack_work_list([QueryRun(row, run.start, run.count) for row, run in zip(firsts, runs, strict=True)], tokens)
+    work[:] = pack_work_list(
+        [QueryRun(row, run.start, run.count) for row, run in zip(firsts, runs, strict=True)], tokens
+    )
     return packed
 
 
 def unpack_body(packed: Int[Array, " size"], tokens: int, max_rows: int) -> BodyInputs:
     """What `pack_body` packed, as arrays inside a jit."""
     cuts = [int(cut) for cut in np.cumsum([0, tokens, tokens, max_rows, tokens, tokens, tokens])]
-    parts = [packed[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+    parts = [packed[start:end] for start, end in pairwise(cuts)]
     return BodyInputs(*parts, work=unpack_work_list(packed[cuts[-1] :], tokens))
 
 

@@ -79,7 +79,9 @@ class Runner:
             self.slots = jax.device_put(self.slots, everywhere)
             # What the loader left on one device (a derived head, say) goes to all of them.
             self.weights = jax.tree.map(
-                lambda leaf: leaf if leaf.sharding.device_set == everywhere.device_set else jax.device_put(leaf, everywhere),
+                lambda leaf: (
+                    leaf if leaf.sharding.device_set == everywhere.device_set else jax.device_put(leaf, everywhere)
+                ),
                 self.weights,
             )
 

@@ -30,6 +30,7 @@ from jaxserve.runner.weights import ModelDefinition, Weights
 from jaxserve.sampling.logprobs import Logprobs, logprobs
 from jaxserve.sampling.sampler import sample
 
+
 @dataclass(frozen=True)
 class StepDefinition:
     """Everything static that the programs are compiled for."""
@@ -58,7 +59,13 @@ class Tokens(NamedTuple):
 
 
 def body(
-    step: StepDefinition, weights: Weights, kv: KVCache, slots: Slots, packed: Int32[Array, " size"], *, tokens: int
+    step: StepDefinition,
+    weights: Weights,
+    kv: KVCache,
+    slots: Slots,
+    packed: Int32[Array, " size"],
+    *,
+    tokens: int,
 ) -> tuple[KVCache, Slots, Float[Array, "max_rows hidden"], Bool[Array, " tokens"]]:
     """Compute the scheduled tokens. Returns the hidden rows for the head and which rows stayed finite."""
     inputs = unpack_body(packed, tokens, step.max_rows)
@@ -129,7 +136,12 @@ def _locate(slots: Slots, inputs: BodyInputs, num_pages: int, page_size: int) ->
     position = jnp.where(padding, -1, computed + inputs.token_offset)
     page = slots.page_table.at[0, inputs.token_slot, lax.div(position, page_size)].get(mode="clip")
     shared = position < slots.write_start.at[inputs.token_slot].get(mode="clip")
-    return Tokens(inputs.token_slot, position, jnp.where(padding | shared, num_pages, page), lax.rem(position, page_size))
+    return Tokens(
+        inputs.token_slot,
+        position,
+        jnp.where(padding | shared, num_pages, page),
+        lax.rem(position, page_size),
+    )
 
 
 def _advance(slots: Slots, inputs: BodyInputs) -> Slots:

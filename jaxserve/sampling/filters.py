@@ -93,9 +93,7 @@ def share(total: Mass, top_p: Float32[Array, "*n"], limb: int) -> Mass:
     return Mass(high, jnp.where(high == 0, jnp.maximum(low, jnp.uint32(1)), low))
 
 
-def bisect(
-    holds: Callable[[Float32[Array, " rows"]], Bool[Array, " rows"]], rows: int
-) -> Float32[Array, " rows"]:
+def bisect(holds: Callable[[Float32[Array, " rows"]], Bool[Array, " rows"]], rows: int) -> Float32[Array, " rows"]:
     """The largest distance for which the monotone predicate holds (it holds at 0), to the last bit.
 
     Distances are not negative, so they are ordered as the integers with the same bits: 31 halvings."""

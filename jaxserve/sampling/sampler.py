@@ -80,14 +80,10 @@ def sample(
             tokens = jnp.where(filtered, near, greedy)
             wide = filtered & ~sufficed
             search = _search_one_by_one if candidates else _search_together
-            tokens = lax.cond(
-                jnp.any(wide), lambda: search(logits, row, filtering, wide, tokens), lambda: tokens
-            )
+            tokens = lax.cond(jnp.any(wide), lambda: search(logits, row, filtering, wide, tokens), lambda: tokens)
             plain = samples & ~filtered
             far = jnp.full_like(maximum, jnp.inf)
-            return lax.cond(
-                jnp.any(plain), lambda: jnp.where(plain, _race(logits, row, far), tokens), lambda: tokens
-            )
+            return lax.cond(jnp.any(plain), lambda: jnp.where(plain, _race(logits, row, far), tokens), lambda: tokens)
 
         return lax.cond(jnp.any(samples), draw, lambda: greedy)
 
@@ -113,9 +109,7 @@ def _draw_from_candidates(
     return jnp.where(winners, top.ids, jnp.int32(vocab)).min(axis=1), suffices
 
 
-def _race(
-    logits: Float32[Array, "rows vocab"], row: Row, limit: Float32[Array, " rows"]
-) -> Int32[Array, " rows"]:
+def _race(logits: Float32[Array, "rows vocab"], row: Row, limit: Float32[Array, " rows"]) -> Int32[Array, " rows"]:
     """The winner among all tokens up to the limit."""
 
     def entries(values: Array, ids: Array) -> Array:

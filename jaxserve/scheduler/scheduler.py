@@ -219,7 +219,9 @@ class Scheduler:
         """
         first_write = max(request.num_computed, request.write_start)
         needed = -(-num_tokens // self.page_size)
-        written = range(first_write // self.page_size, min(needed, len(request.pages)) if first_write < num_tokens else 0)
+        written = range(
+            first_write // self.page_size, min(needed, len(request.pages)) if first_write < num_tokens else 0
+        )
         shared = [i for i in written if self.pool.references(request.pages[i]) > 1]
         while (pages := self.pool.allocate(len(shared) + max(needed - len(request.pages), 0))) is None:
             victim = self.running[-1]

@@ -35,7 +35,7 @@ def paged_attention_reference(
     position is negative is padding and gives zeros.
     """
     tokens, heads, head_dim = q.shape
-    _, _, kv_heads, page_size, _ = pages.shape
+    kv_heads = pages.shape[2]
     page_table, token_slot, positions = prepared
     kv = pages[page_table[token_slot]]  # [tokens, max_pages, 2, kv_heads, page_size, head_dim]
     kv = jnp.moveaxis(kv, (2, 3), (1, 2)).reshape(tokens, 2, kv_heads, -1, head_dim).astype(jnp.float32)

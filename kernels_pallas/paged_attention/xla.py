@@ -14,7 +14,6 @@ as the model has layers, and their number decides how long compilation takes.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -95,12 +94,14 @@ def paged_attention_xla(
 
 
 def _attend_tiles(q, pages, tiles: Tiles, scale: float, window: int | None):
-    """Results [all tile rows, kv_heads, group, head_dim] in the order of the tiles; q [tokens, kv_heads, group, head_dim]."""
+    """Results [all tile rows, kv_heads, group, head_dim] in the order of the tiles; q [tokens, ...same]."""
     groups, size, tile_rows = tiles.rows.shape
     _, kv_heads, group, head_dim = q.shape
     rows = tile_rows * group
     padding = max(MIN_ROWS - rows, 0)
-    pad = lambda values, axis: jnp.pad(values, [(0, padding if i == axis else 0) for i in range(values.ndim)], mode="edge")
+    pad = lambda values, axis: jnp.pad(
+        values, [(0, padding if i == axis else 0) for i in range(values.ndim)], mode="edge"
+    )
     # [groups, size, kv_heads, rows, head_dim]: the rows of a tile that share a KV head stand together.
     queries = jnp.moveaxis(q[tiles.rows], 3, 2).reshape(groups, size, kv_heads, rows, head_dim)
     queries = pad(queries, 3)
@@ -121,28 +122,32 @@ def _attend_tiles(q, pages, tiles: Tiles, scale: float, window: int | None):
 
 
 def _online_softmax(q, positions, units, pages, first, last, scale, window):
-    """A group of tiles over the KV blocks `first` to `last`; q [tiles, kv_heads, rows, head_dim], positions [tiles, rows]."""
+    """A group of tiles over the KV blocks first..last-1; q [tiles, kv_heads, rows, head_dim], positions [tiles, rows]."""
     dot = lambda subscripts, a, b: jnp.einsum(
         subscripts, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     offsets = jnp.arange(KV_BLOCK, dtype=jnp.int32)
 
     def fold(block, carry):
-        m, l, o = carry
+        m, total, o = carry
         keys, values = _kv_block(pages, units, block)
         distance = positions[..., None] - (block * KV_BLOCK + offsets)
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         visible = lax.broadcast_in_dim(visible, (*q.shape[:3], KV_BLOCK), (0, 2, 3))
-        scores = lax.select(visible, dot("thrd,thkd->thrk", q, keys) * jnp.float32(scale), jnp.full(visible.shape, MASKED, jnp.float32))
+        scores = lax.select(
+            visible,
+            dot("thrd,thkd->thrk", q, keys) * jnp.float32(scale),
+            jnp.full(visible.shape, MASKED, jnp.float32),
+        )
         new_m = jnp.maximum(m, scores.max(-1))
         weights = lax.select(visible, jnp.exp(scores - new_m[..., None]), jnp.zeros(visible.shape, jnp.float32))
         rescale = jnp.exp(m - new_m)
         new_o = dot("thrk,thkd->thrd", weights.astype(values.dtype), values)
-        return new_m, l * rescale + weights.sum(-1), o * rescale[..., None] + new_o
+        return new_m, total * rescale + weights.sum(-1), o * rescale[..., None] + new_o
 
     m = jnp.full(q.shape[:3], MASKED, jnp.float32)
-    m, l, o = lax.fori_loop(first, last, fold, (m, jnp.zeros_like(m), jnp.zeros(q.shape, jnp.float32)))
-    return o / jnp.maximum(l, 1e-30)[..., None]  # padding rows may have l = 0
+    m, total, o = lax.fori_loop(first, last, fold, (m, jnp.zeros_like(m), jnp.zeros(q.shape, jnp.float32)))
+    return o / jnp.maximum(total, 1e-30)[..., None]  # padding rows may have a total of 0
 
 
 def _units(page_table, num_pages: int, page_size: int):

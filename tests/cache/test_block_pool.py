@@ -102,7 +102,12 @@ def test_pages_without_content_are_taken_first_then_the_least_recently_used_suff
 def test_hashes_depend_on_prefix_salt_and_adapter():
     same = page_hash(b"", [1, 2])
     assert page_hash(b"", [1, 2]) == same
-    others = [page_hash(b"", [2, 1]), page_hash(b"x", [1, 2]), page_hash(b"", [1, 2], "salt"), page_hash(b"", [1, 2], "", "salt")]
+    others = [
+        page_hash(b"", [2, 1]),
+        page_hash(b"x", [1, 2]),
+        page_hash(b"", [1, 2], "salt"),
+        page_hash(b"", [1, 2], "", "salt"),
+    ]
     assert len({same, *others}) == 5
 
 

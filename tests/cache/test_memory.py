@@ -66,9 +66,7 @@ def test_a_cpu_keeps_its_memory_but_for_an_explicit_pool():
 
 
 def test_the_error_names_the_numbers():
-    with pytest.raises(
-        ValueError, match=r"memory_utilization=0\.5: .*num_pages=51 does not.*51 pages.*816 tokens"
-    ):
+    with pytest.raises(ValueError, match=r"memory_utilization=0\.5: .*num_pages=51 does not.*51 pages.*816 tokens"):
         plan(memory_utilization=0.5, num_pages=51)
     with pytest.raises(ValueError, match="num_pages=0 does not"):
         plan(weights=200 * PAGE_BYTES)
@@ -77,13 +75,10 @@ def test_the_error_names_the_numbers():
 def test_the_printed_parts_add_up_to_the_total():
     gib = 2**30
     text = str(
-        MemoryPlan(
-            total=8 * gib, weights=gib, workspace=gib // 2, page_bytes=gib // 16, num_pages=40, page_size=16
-        )
+        MemoryPlan(total=8 * gib, weights=gib, workspace=gib // 2, page_bytes=gib // 16, num_pages=40, page_size=16)
     )
     assert text == (
-        "memory: 8.00 GiB = weights 1.00 GiB + 40 pages 2.50 GiB (640 tokens) "
-        "+ workspace 0.50 GiB + left 4.00 GiB"
+        "memory: 8.00 GiB = weights 1.00 GiB + 40 pages 2.50 GiB (640 tokens) + workspace 0.50 GiB + left 4.00 GiB"
     )
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from golden_models import load_golden, write_checkpoint
-from jaxserve.models.config import CheckpointError, ModelConfig, UnsupportedModelError
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.hugging_face import (
@@ -21,6 +20,7 @@ from jaxserve.checkpoint.hugging_face import (
     read_headers,
     resolve_model,
 )
+from jaxserve.models.config import CheckpointError, ModelConfig, UnsupportedModelError
 
 GOLDEN = load_golden("qwen2")  # tied
 SHARD = "model-00001-of-00003.safetensors"
@@ -68,9 +68,7 @@ def test_shards_give_what_one_file_gives(folder, sharded):
 
 def test_dtypes_of_storage_and_computation(tmp_path, folder):
     stored = {name: value.astype(ml_dtypes.bfloat16) for name, value in GOLDEN.weights.items()}
-    low = write_checkpoint(
-        GOLDEN._replace(weights=stored, config=GOLDEN.config | {"dtype": None}), tmp_path / "low"
-    )
+    low = write_checkpoint(GOLDEN._replace(weights=stored, config=GOLDEN.config | {"dtype": None}), tmp_path / "low")
     assert {leaf.dtype for leaf in leaves(load_hugging_face(folder))} == {jnp.dtype("float32")}
     assert {leaf.dtype for leaf in leaves(load_hugging_face(low))} == {jnp.dtype("bfloat16")}
     widened = load_hugging_face(low, dtype=jnp.float32)
@@ -127,9 +125,7 @@ def test_a_wrong_shape(tmp_path):
 
 def test_a_dtype_that_is_not_supported(tmp_path):
     folder = with_weights(tmp_path, **{"model.norm.weight": np.ones(64, np.int8)})
-    refused(
-        folder, "model.safetensors", "'model.norm.weight' has dtype I8", "BF16", error=UnsupportedModelError
-    )
+    refused(folder, "model.safetensors", "'model.norm.weight' has dtype I8", "BF16", error=UnsupportedModelError)
 
 
 def test_missing_files(folder, sharded):
@@ -141,9 +137,7 @@ def test_missing_files(folder, sharded):
     refused(folder, "config.json", "missing")
 
 
-@pytest.mark.parametrize(
-    ("bytes_left", "part"), [(-4, "its tensors end at"), (100, "header alone"), (3, "header")]
-)
+@pytest.mark.parametrize(("bytes_left", "part"), [(-4, "its tensors end at"), (100, "header alone"), (3, "header")])
 def test_truncated_files(sharded, bytes_left, part):
     content = (sharded / SHARD).read_bytes()
     (sharded / SHARD).write_bytes(content[:bytes_left])

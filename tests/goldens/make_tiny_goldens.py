@@ -138,6 +138,4 @@ if __name__ == "__main__":
         candidates = (make(model_name, seed) for seed in range(1000 + 100 * index, 1100 + 100 * index))
         golden = next(golden for golden in candidates if golden["margins"].min(initial=1) > 2e-3)
         np.savez_compressed(FOLDER / f"{model_name}.npz", **golden)
-        print(
-            model_name, golden["logits"].std(), golden["margins"].min(initial=9), golden["continuation"][:12]
-        )
+        print(model_name, golden["logits"].std(), golden["margins"].min(initial=9), golden["continuation"][:12])

@@ -269,9 +269,7 @@ def test_junk_in_pages_positions_and_tables_changes_nothing(family, huge):
     clean, expected = run(XLA, shape, chunks), oracle(shape, chunks)
     assert run(XLA, shape, chunks, pages, table).tobytes() == clean.tobytes()
     if shape.dtype == "float32":
-        np.testing.assert_allclose(
-            run(REFERENCE, shape, chunks, pages, table), expected, rtol=1e-4, atol=4e-6
-        )
+        np.testing.assert_allclose(run(REFERENCE, shape, chunks, pages, table), expected, rtol=1e-4, atol=4e-6)
 
 
 # ---- the work list --------------------------------------------------------------------------------------

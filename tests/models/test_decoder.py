@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from golden_models import GOLDEN_NAMES, load_golden, write_checkpoint
+
+from jaxserve.checkpoint.hugging_face import load_hugging_face
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder, RMSNorm, causal_attention, linear
 from jaxserve.models.weights import abstract_decoder, random_decoder
-
-from jaxserve.checkpoint.hugging_face import load_hugging_face
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -136,9 +136,7 @@ def test_a_tied_head_is_the_embedding():
     tied = random_decoder(dataclasses.replace(TINY, tie_word_embeddings=True))
     assert tied.head is None
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(3, 32)), jnp.float32)
-    np.testing.assert_allclose(
-        tied.logits(hidden), np.asarray(hidden) @ np.asarray(tied.embed[...]).T, atol=1e-5
-    )
+    np.testing.assert_allclose(tied.logits(hidden), np.asarray(hidden) @ np.asarray(tied.embed[...]).T, atol=1e-5)
 
 
 def test_bfloat16_logits_are_not_rounded():

@@ -1,4 +1,5 @@
 import pytest
+
 from jaxserve.models.fields import CheckpointError, Fields, nearest
 
 FIELDS = Fields(

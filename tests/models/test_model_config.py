@@ -1,5 +1,6 @@
 import pytest
 from golden_models import GOLDEN_NAMES, load_golden
+
 from jaxserve.models.config import CheckpointError, ModelConfig, UnsupportedModelError
 from jaxserve.models.rope import RopeScaling
 

@@ -1,4 +1,5 @@
 from golden_models import GOLDEN_NAMES, load_golden
+
 from jaxserve.models.registry import FAMILIES
 
 

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxserve.models.config import CheckpointError, UnsupportedModelError
 from jaxserve.models.rope import RopeScaling, inverse_frequencies, rope_from_hf, rope_tables, rotate
 
@@ -17,15 +18,11 @@ def test_default_frequencies_are_powers_of_theta():
 
 def test_linear_divides_every_frequency():
     plain = inverse_frequencies(1e4, 16, RopeScaling())
-    np.testing.assert_allclose(
-        inverse_frequencies(1e4, 16, RopeScaling(kind="linear", factor=4.0)), plain / 4
-    )
+    np.testing.assert_allclose(inverse_frequencies(1e4, 16, RopeScaling(kind="linear", factor=4.0)), plain / 4)
 
 
 def test_llama3_keeps_high_frequencies_and_divides_low_ones():
-    scaling = RopeScaling(
-        kind="llama3", factor=8.0, original_length=8192, low_freq_factor=1.0, high_freq_factor=4.0
-    )
+    scaling = RopeScaling(kind="llama3", factor=8.0, original_length=8192, low_freq_factor=1.0, high_freq_factor=4.0)
     ratio = inverse_frequencies(5e5, 128, scaling) / inverse_frequencies(5e5, 128, RopeScaling())
     wavelengths = 2 * np.pi / inverse_frequencies(5e5, 128, RopeScaling())
     np.testing.assert_allclose(ratio[wavelengths < 8192 / 4], 1)

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from golden_models import load_golden
 from jax.sharding import PartitionSpec
+
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.sharding import check_mesh, parameter_sharding, partition_spec
 from jaxserve.models.weights import build_decoder, decoder_leaves

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from golden_models import GOLDEN_NAMES, load_golden
+
 from jaxserve.models.config import CheckpointError, ModelConfig
 from jaxserve.models.registry import Fuse
 from jaxserve.models.weights import (
@@ -41,9 +42,7 @@ def test_missing_and_unused_tensors_are_both_listed():
 
 
 def test_biases_that_the_config_denies_are_unused_tensors():
-    with pytest.raises(
-        CheckpointError, match=r"missing: none; not used .*layers\.0\.self_attn\.k_proj\.bias"
-    ):
+    with pytest.raises(CheckpointError, match=r"missing: none; not used .*layers\.0\.self_attn\.k_proj\.bias"):
         check_tensors(dataclasses.replace(CONFIG, qkv_bias=False), FOUND, "folder")
 
 
@@ -53,9 +52,7 @@ def test_stored_frequencies_are_ignored():
 
 def test_a_wrong_shape_is_named():
     found = FOUND | {"model.layers.1.mlp.down_proj.weight": (64, 95)}
-    with pytest.raises(
-        CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight' has shape \[64, 95\].*\[64, 96\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight' has shape \[64, 95\].*\[64, 96\]"):
         check_tensors(CONFIG, found, "folder")
 
 
@@ -76,9 +73,7 @@ def test_queries_of_a_group_come_before_its_key_and_value():
 
 def test_the_other_fusions():
     weights = {name.removeprefix("model.layers.0."): value for name, value in GOLDEN.weights.items()}
-    out, gate, up = (
-        weights[n] for n in ("self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight")
-    )
+    out, gate, up = (weights[n] for n in ("self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"))
     np.testing.assert_array_equal(fuse_tensors(Fuse.OUT, [out], CONFIG)[1, 5], out[:, 32 + 5])
     fused = fuse_tensors(Fuse.GATE_UP, [gate, up], CONFIG)
     np.testing.assert_array_equal(fused[:, 1], up.T)
@@ -133,9 +128,7 @@ def test_a_reader_that_returns_a_wrong_shape_is_caught():
         value = GOLDEN.weights[name]
         return value[:-1] if name == "model.norm.weight" else value
 
-    with pytest.raises(
-        CheckpointError, match=r"model\.norm\.weight: shape \(63,\) instead of \(64,\) for norm\.scale"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: shape \(63,\) instead of \(64,\) for norm\.scale"):
         build_decoder(CONFIG, dtype=jnp.float32, read=read)
 
 

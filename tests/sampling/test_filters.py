@@ -18,9 +18,7 @@ def candidate_limits(distances, filtering, width):
     vocab = distances.shape[1]
     limb = filters.limb_bits(vocab)
     near = jnp.sort(distances, axis=1)[:, :width]
-    whole = lambda: filters.mass(
-        filters.weights(distances, limb), distances <= filtering.furthest[:, None], limb
-    )
+    whole = lambda: filters.mass(filters.weights(distances, limb), distances <= filtering.furthest[:, None], limb)
     return near, filters.candidate_limits(near, filtering, vocab, whole)
 
 

@@ -160,9 +160,7 @@ def test_junk_logits_still_give_a_token_id():
         assert ((tokens >= 0) & (tokens < VOCAB)).all()
 
 
-@pytest.mark.parametrize(
-    "setting", [jax.enable_x64, lambda on: jax.default_prng_impl("rbg")], ids=["x64", "rbg"]
-)
+@pytest.mark.parametrize("setting", [jax.enable_x64, lambda on: jax.default_prng_impl("rbg")], ids=["x64", "rbg"])
 def test_the_users_settings_change_nothing(setting):
     logits, rows, positions = some_logits(1.0, rows=8), rows_of(mixed_params(8)), np.arange(8, dtype=np.int32)
     expected = by_candidates(logits, rows, positions)

@@ -120,7 +120,9 @@ class Simulation:
         self.requests: list[Request] = []
         self.steps = 0
 
-    def add(self, prompt: list[int], max_tokens: int, *, n: int = 1, priority: int = 0, eos: bool = True) -> list[Request]:
+    def add(
+        self, prompt: list[int], max_tokens: int, *, n: int = 1, priority: int = 0, eos: bool = True
+    ) -> list[Request]:
         source = None
         for index in range(n):
             request = Request(

@@ -41,9 +41,7 @@ def test_a_bucket_is_the_smallest_that_holds_the_step(options, data):
 def test_more_than_the_largest_is_an_error_that_names_both(options):
     buckets = Buckets.make(*options)
     for sizes, bucket_of in ((buckets.tokens, buckets.token_bucket), (buckets.rows, buckets.row_bucket)):
-        with pytest.raises(
-            ValueError, match=f"{sizes[-1] + 1} rows do not fit the largest bucket {sizes[-1]}"
-        ):
+        with pytest.raises(ValueError, match=f"{sizes[-1] + 1} rows do not fit the largest bucket {sizes[-1]}"):
             bucket_of(sizes[-1] + 1)
 
 

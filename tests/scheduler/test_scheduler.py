@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from simulated_device import EOS, VOCAB, Simulation  # noqa: E402
+from simulated_device import EOS, VOCAB, Simulation
 
-from jaxserve.request import RequestState  # noqa: E402
-from jaxserve.scheduler.scheduler import Scheduler  # noqa: E402
+from jaxserve.request import RequestState
+from jaxserve.scheduler.scheduler import Scheduler
 
 token_lists = st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=20)
 
@@ -84,10 +84,10 @@ def test_a_planted_bug_is_seen():
             return done
 
     simulation = Simulation(scheduler_class=NoCopies, num_pages=40)
+    for _ in range(20):
+        simulation.add([1, 2, 3, 4, 5], 12, n=3, eos=False)
     with pytest.raises(AssertionError, match="wrong keys and values"):
-        for _ in range(20):
-            simulation.add([1, 2, 3, 4, 5], 12, n=3)
-            simulation.run()
+        simulation.run()
 
 
 def test_branches_share_full_pages_and_copy_the_partial_one():
