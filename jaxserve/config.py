@@ -15,7 +15,7 @@ PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 def cache_folder() -> Path:
     """Where converted models and compiled programs are kept: `JAXSERVE_CACHE`, or ~/.cache/jaxserve."""
-    return Path(os.environ.get("JAXSERVE_CACHE") or Path.home() / ".cache" / "jaxserve").expanduser()
+    return Path(os.environ.get("JAXSERVE_CACHE") or "~/.cache/jaxserve").expanduser().absolute()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.cache.kv_cache import KVLayout
-from jaxserve.cache.memory import MemoryPlan, device_memory, plan_memory
+from jaxserve.cache.memory import CPU_TOKENS_PER_REQUEST, MemoryPlan, device_memory, plan_memory
 from jaxserve.checkpoint.demo_model import demo_model_folder
 from jaxserve.checkpoint.hugging_face import dtype_of, load_hugging_face, read_config, resolve_model
 from jaxserve.config import EngineConfig
@@ -95,7 +95,7 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         config.page_size,
         model.dtype,
     )
-    plan = _plan_memory(config, model, layout)
+    plan = _plan_memory(config, model, layout, wanted_len)
     max_len = _fit_length(config, wanted_len, plan)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_len:
         raise ValueError(
@@ -116,7 +116,8 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         cache_dir=config.compilation_cache(),
     )
     if deterministic:
-        differs = determinism.row_invariance(runner.step, runner.weights, buckets.tokens, buckets.rows, runner.compiler)
+        ends = [(sizes[0], sizes[-1]) for sizes in (buckets.tokens, buckets.rows)]
+        differs = determinism.row_invariance(runner.step, runner.weights, *ends, runner.compiler)
         if differs is not None and config.deterministic is True:
             raise ValueError(f"deterministic=True: {differs}")
         deterministic = differs is None
@@ -134,16 +135,18 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
 
 
 def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:
-    """max_model_len, or the model's own; stretched positions (linear, dynamic) reach further than trained ones."""
-    longest = model.max_position_embeddings
-    if model.rope_scaling.kind in ("linear", "dynamic"):
-        longest = int(longest * model.rope_scaling.factor)
-    if config.max_model_len is not None and config.max_model_len > longest:
+    """max_model_len, or the model's own. Stretched positions reach further: `linear` by its factor, `dynamic` freely."""
+    longest, scaling = model.max_position_embeddings, model.rope_scaling
+    if config.max_model_len is None or scaling.kind == "dynamic":
+        return config.max_model_len or longest
+    if scaling.kind == "linear":
+        longest = int(longest * scaling.factor)
+    if config.max_model_len > longest:
         raise ValueError(
             f"max_model_len={config.max_model_len}: max_model_len must be at most {longest}, what the model's "
             f"max_position_embeddings={model.max_position_embeddings} and its rope scaling allow"
         )
-    return config.max_model_len or model.max_position_embeddings
+    return config.max_model_len
 
 
 def _named(config: EngineConfig, tokenizer: Tokenizer | None) -> Model:
@@ -163,7 +166,7 @@ def _given(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) 
     return Model(decoder.config, decoder.embed[...].dtype, tokenizer, lambda: decoder)
 
 
-def _plan_memory(config: EngineConfig, model: Model, layout: KVLayout) -> MemoryPlan:
+def _plan_memory(config: EngineConfig, model: Model, layout: KVLayout, longest: int) -> MemoryPlan:
     itemsize = jnp.dtype(model.dtype).itemsize
     parameters = sum(math.prod(leaf.shape) for leaf in decoder_leaves(model.config))
     if model.config.tie_word_embeddings:
@@ -180,6 +183,7 @@ def _plan_memory(config: EngineConfig, model: Model, layout: KVLayout) -> Memory
         is_cpu=device.platform == "cpu",
         memory_utilization=config.memory_utilization,
         num_pages=config.num_pages,
+        wanted_tokens=max(longest, config.max_num_seqs * CPU_TOKENS_PER_REQUEST),
     )
 
 

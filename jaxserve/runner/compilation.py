@@ -99,6 +99,8 @@ class Compiler:
 
 def _key(lowered: jax.stages.Lowered, devices: tuple[jax.Device, ...]) -> str:
     digest = hashlib.sha256(lowered.as_text().encode())
+    # The text shows neither arguments that the program does not use nor the trees around them.
+    digest.update(f"{lowered.args_info} {lowered.out_tree}".encode())
     digest.update(_machine().encode())
     digest.update(repr([device.id for device in devices]).encode())
     digest.update(os.environ.get("XLA_FLAGS", "").encode())
@@ -121,7 +123,6 @@ def _load(path: Path, devices: tuple[jax.Device, ...]) -> jax.stages.Compiled | 
     except FileNotFoundError:
         return None
     except Exception:  # a torn or foreign entry: whatever is wrong with it, compiling again is right
-        path.unlink(missing_ok=True)
         return None
 
 

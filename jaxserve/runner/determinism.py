@@ -42,34 +42,31 @@ def unproven(backend: str, dtype: jnp.dtype, largest_bucket: int) -> str | None:
 
 
 def row_invariance(
-    step: StepDefinition,
-    weights: Weights,
-    token_buckets: tuple[int, ...],
-    row_buckets: tuple[int, ...],
-    compiler: Compiler,
+    step: StepDefinition, weights: Weights, tokens: tuple[int, int], rows: tuple[int, int], compiler: Compiler
 ) -> str | None:
-    """Run one layer and the head on the same rows in every bucket. Returns what differs, or None if nothing does."""
-    hidden_size = step.model.config.hidden_size
-    rows = max(*token_buckets, *row_buckets)
-    hidden = np.random.default_rng(0).standard_normal((rows, hidden_size), dtype=np.float32)
-    hidden = jnp.asarray(hidden, weights.embed.dtype)
-    works = [pack_work_list([QueryRun(row, 0, 1) for row in range(tokens)], tokens) for tokens in token_buckets]
-    function = partial(_every_bucket, step, token_buckets, row_buckets)
+    """Run one layer and the head on the same rows in the smallest and the largest bucket of each.
+
+    Returns what differs on this machine, or None if nothing does.
+    """
+    most = max(*tokens, *rows)
+    shape = (most, step.model.config.hidden_size)
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal(shape, dtype=np.float32), weights.embed.dtype)
+    works = [pack_work_list([QueryRun(row, 0, 1) for row in range(size)], size) for size in tokens]
+    function = partial(_compare, step, tokens, rows)
     arguments = (weights.layers[0], weights.head, hidden, works)
-    check = compiler.get(Program("row_invariance", rows, function, arguments, donate=()))
-    layer_same, head_same = jax.device_get(check(*arguments))
-    for what, buckets, same in (("layer", token_buckets, layer_same), ("head", row_buckets, head_same)):
-        wrong = [bucket for bucket, ok in zip(buckets, same, strict=True) if not ok]
-        if wrong:
-            return f"a row of the {what} has other bits in the bucket {wrong[0]} than in {buckets[-1]} on this machine"
+    check = compiler.get(Program("row_invariance", most, function, arguments, donate=()))
+    for what, same in zip(("layer", "head"), jax.device_get(check(*arguments)), strict=True):
+        if not same:
+            small, large = tokens if what == "layer" else rows
+            return f"a row of the {what} has other bits among {small} rows than among {large} on this machine"
     return None
 
 
-def _every_bucket(step, token_buckets, row_buckets, leaves, head, hidden, works):
-    layer = [_run_layer(step, leaves, hidden[:tokens], work) for tokens, work in zip(token_buckets, works, strict=True)]
-    logits = [logits_of(head, hidden[:rows]) for rows in row_buckets]
-    same = lambda outs: jnp.stack([(out == outs[-1][: out.shape[0]]).all() for out in outs])
-    return same(layer), same(logits)
+def _compare(step: StepDefinition, tokens, rows, leaves, head, hidden, works):
+    """Whether the rows that both buckets hold agree, for the layer and for the head."""
+    small, large = (_run_layer(step, leaves, hidden[:n], work) for n, work in zip(tokens, works, strict=True))
+    few, many = (logits_of(head, hidden[:n]) for n in rows)
+    return (small == large[: tokens[0]]).all(), (few == many[: rows[0]]).all()
 
 
 def _run_layer(step: StepDefinition, leaves, hidden, packed_work):

@@ -134,13 +134,13 @@ def _locate(slots: Slots, inputs: BodyInputs, num_pages: int, page_size: int) ->
     padding = inputs.token_slot >= slots.num_slots
     computed = slots.num_computed.at[inputs.token_slot].get(mode="clip")
     position = jnp.where(padding, -1, computed + inputs.token_offset)
-    page = slots.page_table.at[0, inputs.token_slot, lax.div(position, page_size)].get(mode="clip")
+    page = slots.page_table.at[0, inputs.token_slot, lax.div(position, jnp.int32(page_size))].get(mode="clip")
     shared = position < slots.write_start.at[inputs.token_slot].get(mode="clip")
     return Tokens(
         inputs.token_slot,
         position,
         jnp.where(padding | shared, num_pages, page),
-        lax.rem(position, page_size),
+        lax.rem(position, jnp.int32(page_size)),
     )
 
 

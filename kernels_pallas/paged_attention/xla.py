@@ -109,10 +109,10 @@ def _attend_tiles(q, pages, tiles: Tiles, scale: float, window: int | None):
 
     def body(index, results):
         at = lambda values: lax.dynamic_index_in_dim(values, index, keepdims=False)
-        last = lax.div(at(tiles.latest), KV_BLOCK) + 1
+        last = lax.div(at(tiles.latest), jnp.int32(KV_BLOCK)) + 1
         first = jnp.int32(0)
         if window is not None:
-            first = lax.div(jnp.maximum(at(tiles.earliest) - (window - 1), 0), KV_BLOCK)
+            first = lax.div(jnp.maximum(at(tiles.earliest) - (window - 1), 0), jnp.int32(KV_BLOCK))
         out = _online_softmax(at(queries), at(positions), at(tiles.units), pages, first, last, scale, window)
         return lax.dynamic_update_index_in_dim(results, out, index, 0)
 
@@ -122,7 +122,7 @@ def _attend_tiles(q, pages, tiles: Tiles, scale: float, window: int | None):
 
 
 def _online_softmax(q, positions, units, pages, first, last, scale, window):
-    """A group of tiles over the KV blocks first..last-1; q [tiles, kv_heads, rows, head_dim], positions [tiles, rows]."""
+    """A group of tiles over KV blocks first..last-1; q [tiles, kv_heads, rows, head_dim], positions [tiles, rows]."""
     dot = lambda subscripts, a, b: jnp.einsum(
         subscripts, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
@@ -184,5 +184,5 @@ def _pool_rows(units, side_and_head, sides_and_heads: int, per_page: int):
     """Rows of the flat pool for units (page * per_page + part) and their side and head."""
     if per_page == 1:
         return units * sides_and_heads + side_and_head
-    page, part = lax.div(units, per_page), lax.rem(units, per_page)
+    page, part = lax.div(units, jnp.int32(per_page)), lax.rem(units, jnp.int32(per_page))
     return (page * sides_and_heads + side_and_head) * per_page + part

@@ -41,22 +41,23 @@ class Shape(NamedTuple):
     window: int | None = None
 
 
-# Every page size, every bucket and groups of 1, 2 and 8, with windows under, of about and over a KV block.
+# Every bucket and groups of 1, 2 and 8, with windows under, of about and over a KV block.
 AGAINST_FLOAT64 = [
     Shape(8, 16, 2, 1, 16, "float32", window=70),
     Shape(16, 128, 1, 8, 8, "float32", window=5),
-    Shape(32, 64, 2, 2, 24, "float32"),
-    Shape(64, 8, 2, 2, 24, "float32"),
+    Shape(32, 8, 2, 2, 24, "float32"),
     Shape(64, 32, 2, 1, 16, "float32", window=70),
 ]
-# A family has one model; the first program is the one in which a row is computed alone.
+# A family has one model; the first program is the one in which a row is computed alone. Buckets of 16 have
+# chunk tiles too.
 BIT_FAMILIES = {
     "bfloat16": [
-        *(Shape(tokens, 16, 3, 3, 64, "bfloat16") for tokens in (8, 16, 32, 64)),
-        *(Shape(64, page_size, 3, 3, 64, "bfloat16") for page_size in (8, 32, 64, 128)),
+        *(Shape(tokens, 16, 3, 3, 64, "bfloat16") for tokens in (8, 16, 64)),
+        *(Shape(16, page_size, 3, 3, 64, "bfloat16") for page_size in (8, 128)),
+        *(Shape(8, page_size, 3, 3, 64, "bfloat16") for page_size in (32, 64)),
     ],
-    "bfloat16-group-8": [Shape(tokens, 16, 1, 8, 32, "bfloat16", window=70) for tokens in (8, 64)],
-    "float32": [AGAINST_FLOAT64[0], AGAINST_FLOAT64[4]],
+    "bfloat16-group-8": [Shape(tokens, 16, 1, 8, 32, "bfloat16", window=70) for tokens in (8, 32)],
+    "float32": [AGAINST_FLOAT64[0], AGAINST_FLOAT64[3]],
 }
 
 
@@ -178,7 +179,7 @@ def steps(draw, tokens: int):
 
 @pytest.mark.parametrize("shape", AGAINST_FLOAT64, ids=str)
 def test_both_backends_agree_with_float64(shape):
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=6, deadline=None)
     @given(steps(shape.tokens), st.integers(0, 9))
     def check(chunks, seed):
         expected = oracle(shape, chunks)
@@ -191,7 +192,7 @@ def test_both_backends_agree_with_float64(shape):
 
 
 def test_bfloat16_stays_within_its_precision():
-    shape, chunks = BIT_FAMILIES["bfloat16"][3], [Chunk(0, 100, 40), Chunk(1, 200, 1), Chunk(2, 0, 9)]
+    shape, chunks = BIT_FAMILIES["bfloat16"][2], [Chunk(0, 100, 40), Chunk(1, 200, 1), Chunk(2, 0, 9)]
     expected = oracle(shape, chunks)
     for backend in (XLA, REFERENCE):
         out = run(backend, shape, chunks).astype(np.float64)
@@ -235,7 +236,7 @@ def assert_bits(family: str, shape: Shape, chunks: list[Chunk], out: np.ndarray)
 def test_a_row_has_the_same_bits_alone_and_in_company(family, shape):
     """In every bucket, for every page size, as a single tile and within a chunk tile, beside any others."""
 
-    @settings(max_examples=6, deadline=None)
+    @settings(max_examples=4, deadline=None)
     @given(steps(shape.tokens))
     def check(chunks):
         assert_bits(family, shape, chunks, run(XLA, shape, chunks))
@@ -254,7 +255,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company(family, shape):
 @pytest.mark.parametrize("huge", [1e37, -3e38])
 def test_junk_in_pages_positions_and_tables_changes_nothing(family, huge):
     """Unowned pages, positions behind the context and unused table entries may hold anything finite."""
-    shape = BIT_FAMILIES[family][-1]
+    shape = max(BIT_FAMILIES[family], key=lambda shape: shape.tokens)
     chunks = [Chunk(0, 100, 20), Chunk(1, 63, 1), Chunk(2, 64, 1), Chunk(3, 0, 9)]
     kv = data_of(shape).kv.copy()
     for slot, start, count in chunks:

@@ -1,0 +1,97 @@
+"""The test at start that says whether rows depend on their company, and what an engine makes of it."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine_tools import tiny_decoder, tiny_engine
+
+from jaxserve.kernels_pallas.paged_attention import XLA
+from jaxserve.runner import determinism
+from jaxserve.runner.compilation import Compiler
+from jaxserve.runner.determinism import PROVEN_ROWS, row_invariance, smallest_bucket, unproven
+from jaxserve.runner.step import StepDefinition
+from jaxserve.runner.weights import flatten
+
+SMALL = {"num_pages": 64, "max_num_batched_tokens": 8, "max_num_seqs": 8, "compilation_cache_dir": ""}
+
+
+def check(dtype: str, token_buckets, row_buckets, attention=XLA) -> str | None:
+    definition, weights = flatten(tiny_decoder(dtype, hidden_size=256))  # short sums keep their bits in any case
+    step = StepDefinition(definition, attention, row_buckets[-1], 20)
+    return row_invariance(step, weights, token_buckets, row_buckets, Compiler(None, jax.devices()[:1]))
+
+
+@pytest.mark.parametrize(("dtype", "buckets"), [("bfloat16", (8, 16)), ("float32", (64, 128))])
+def test_rows_keep_their_bits_in_the_proven_buckets(dtype, buckets):
+    assert smallest_bucket("cpu", jnp.dtype(dtype)) == buckets[0]
+    assert check(dtype, buckets, buckets) is None
+
+
+def test_a_layer_that_depends_on_its_bucket_is_found():
+    def attend(q, *arguments, **options):
+        out = XLA.attend(q, *arguments, **options)
+        return out * jnp.bfloat16(1.01) if q.shape[0] == 8 else out
+
+    found = check("bfloat16", (8, 16), (8,), XLA._replace(attend=attend))
+    assert found == "a row of the layer has other bits in the bucket 8 than in 16 on this machine"
+
+
+def test_a_head_that_depends_on_its_bucket_is_found(monkeypatch):
+    def logits_of(head, hidden):
+        logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+        # Rows of a small bucket read one bit differently in one place.
+        return jnp.nextafter(logits, jnp.inf).at[1:].set(logits[1:]) if hidden.shape[0] == 8 else logits
+
+    monkeypatch.setattr(determinism, "logits_of", logits_of)
+    found = check("bfloat16", (8,), (8, 16))
+    assert found == "a row of the head has other bits in the bucket 8 than in 16 on this machine"
+
+
+def test_too_few_rows_in_float32_are_found():
+    """The reason for buckets of at least 64 rows; should XLA change, `SMALLEST_BUCKET` may."""
+    found = check("float32", (8,), (2, 64))
+    assert found == "a row of the head has other bits in the bucket 2 than in 64 on this machine"
+
+
+def test_what_is_not_proven_says_why():
+    bfloat16 = jnp.dtype("bfloat16")
+    assert unproven("cpu", bfloat16, PROVEN_ROWS) is None
+    assert unproven("cpu", jnp.dtype("float16"), 64) is None
+    assert "up to 512 tokens in a step, not for max_num_batched_tokens=513" in unproven("cpu", bfloat16, 513)
+    assert "not proven for bfloat16 on the backend 'gpu'" in unproven("gpu", bfloat16, 8)
+    assert "not proven for float64 on the backend 'cpu'" in unproven("cpu", jnp.dtype("float64"), 8)
+
+
+def test_another_version_of_jax_is_not_proven(monkeypatch):
+    monkeypatch.setattr(determinism, "jax", SimpleNamespace(__version__="0.12.1"))
+    assert "proven for JAX 0.11.2 and 0.12.0, not for 0.12.1" in unproven("cpu", jnp.dtype("float32"), 64)
+    monkeypatch.setattr(determinism, "jax", SimpleNamespace(__version__="0.12.0.1"))
+    assert unproven("cpu", jnp.dtype("float32"), 64) is None
+
+
+def test_an_engine_refuses_what_is_not_proven():
+    options = SMALL | {"max_num_batched_tokens": 520, "num_pages": 64}
+    with pytest.raises(ValueError, match=r"^deterministic=True: .*max_num_batched_tokens=520"):
+        tiny_engine("bfloat16", **options, deterministic=True)
+    with tiny_engine("bfloat16", **options, deterministic="auto") as engine:
+        assert engine.stats()["deterministic"] == "false"
+
+
+def test_an_engine_refuses_a_machine_that_differs(monkeypatch):
+    monkeypatch.setattr(determinism, "row_invariance", lambda *_: "a row differs on this machine")
+    with pytest.raises(ValueError, match=r"^deterministic=True: a row differs on this machine$"):
+        tiny_engine("bfloat16", **SMALL, deterministic=True)
+    with tiny_engine("bfloat16", **SMALL, deterministic="auto") as engine:
+        assert engine.stats()["deterministic"] == "false"
+
+
+def test_an_engine_says_that_it_is_deterministic_and_pays_only_if_it_is(monkeypatch):
+    monkeypatch.setattr(determinism, "row_invariance", lambda *_: None)
+    with tiny_engine("float32", **SMALL, deterministic="auto") as engine:
+        assert engine.stats()["deterministic"] == "true"
+        assert engine.runner.buckets.tokens == engine.runner.buckets.rows == (64,)
+    with tiny_engine("float32", **SMALL, deterministic=False) as engine:
+        assert engine.stats()["deterministic"] == "false"
+        assert engine.runner.buckets.tokens == (8,)

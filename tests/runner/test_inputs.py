@@ -1,0 +1,127 @@
+"""What the host packs is what the device unpacks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_work_list, unpack_work_list
+from jaxserve.runner import slots
+from jaxserve.runner.inputs import (
+    Run,
+    body_inputs_size,
+    pack_body,
+    pack_copies,
+    pack_head,
+    unpack_body,
+)
+from jaxserve.sampling_params import SamplingParams, seed_words
+
+NUM_SLOTS, MAX_ROWS = 12, 16
+
+
+@st.composite
+def plans(draw):
+    """(tokens, runs, new pages): at most one run a slot, at most `tokens` query rows and new pages."""
+    tokens = draw(st.sampled_from([8, 16, 40]))
+    order = draw(st.permutations(range(NUM_SLOTS)))
+    runs, left = [], tokens
+    for slot in order[: draw(st.integers(1, NUM_SLOTS))]:
+        count = min(draw(st.one_of(st.just(1), st.integers(1, tokens))), left)
+        if count:
+            runs.append(Run(slot, draw(st.integers(0, 300)), count, draw(st.booleans())))
+        left -= count
+    page = st.tuples(st.integers(0, NUM_SLOTS - 1), st.integers(0, 30), st.integers(0, 99))
+    return tokens, runs, draw(st.lists(page, max_size=tokens))
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_a_body_s_inputs_say_which_row_is_which(plan):
+    tokens, runs, new_pages = plan
+    packed = pack_body(runs, new_pages, tokens, MAX_ROWS, NUM_SLOTS)
+    assert packed.dtype == np.int32
+    assert packed.shape == (body_inputs_size(tokens, MAX_ROWS),)
+    inputs = unpack_body(jnp.asarray(packed), tokens, MAX_ROWS)
+    rows = [(run.slot, offset) for run in runs for offset in range(run.count)]
+    padding = [(NUM_SLOTS, 0)] * (tokens - len(rows))
+    assert list(zip(inputs.token_slot.tolist(), inputs.token_offset.tolist(), strict=True)) == rows + padding
+
+    # The head gets the last row of each run that samples, in the order of the runs.
+    last = {run.slot: row for row, (slot, _) in enumerate(rows) for run in runs if run.slot == slot}
+    sampled = [last[run.slot] for run in runs if run.sample]
+    assert inputs.head_rows.shape == (MAX_ROWS,)
+    assert inputs.head_rows.tolist()[: len(sampled)] == sampled
+
+    updates = zip(inputs.new_page_slot, inputs.new_page_index, inputs.new_page, strict=True)
+    updates = [tuple(map(int, update)) for update in updates]
+    assert updates[: len(new_pages)] == new_pages
+    assert all(slot == NUM_SLOTS for slot, _, _ in updates[len(new_pages) :])
+
+    firsts = np.cumsum([0] + [run.count for run in runs]).tolist()
+    query_runs = [QueryRun(first, run.start, run.count) for first, run in zip(firsts, runs, strict=False)]
+    expected = unpack_work_list(jnp.asarray(pack_work_list(query_runs, tokens)), tokens)
+    for name, part, wanted in zip(expected._fields, inputs.work, expected, strict=True):
+        np.testing.assert_array_equal(part, wanted, err_msg=name)
+
+
+def test_every_pack_is_a_buffer_of_its_own():
+    params = SamplingParams()
+    packs = [
+        lambda: pack_body([Run(0, 0, 3, True)], [], 8, MAX_ROWS, NUM_SLOTS),
+        lambda: pack_head([1, 2], 8, NUM_SLOTS),
+        lambda: pack_copies([(1, 2)], 8, 10),
+        lambda: slots.pack_admission(0, [1], [0], 0, 0, params, 0, 16, 2),
+    ]
+    for pack in packs:
+        first, second = pack(), pack()
+        np.testing.assert_array_equal(first, second)
+        assert not np.shares_memory(first, second)
+
+
+def test_heads_and_copies_are_padded_out_of_range():
+    assert pack_head([3, 1], 8, NUM_SLOTS).tolist() == [3, 1] + [NUM_SLOTS] * 6
+    assert pack_copies([(4, 5), (6, 7)], 4, 10).tolist() == [[4, 6, 10, 10], [5, 7, 10, 10]]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    slot=st.integers(0, 3),
+    token_ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=12),
+    pages=st.lists(st.integers(0, 99), max_size=3),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    logprobs=st.none() | st.integers(0, 20),
+    top_k=st.integers(-1, 50),
+    values=st.tuples(*[st.floats(0, 1, width=32)] * 3),
+)
+def test_an_admission_fills_its_slot_and_no_other(slot, token_ids, pages, seed, logprobs, top_k, values):
+    temperature, top_p, min_p = values
+    params = SamplingParams(temperature=temperature, top_p=top_p or 1.0, min_p=min_p, top_k=top_k, logprobs=logprobs)
+    num_computed, write_start = len(token_ids) - 1, len(token_ids) // 2
+    packed = slots.pack_admission(slot, token_ids, pages, num_computed, write_start, params, seed, 12, 3)
+    before = slots.allocate(4, 12, 3)
+    before = slots.Slots(*[array + jnp.ones((), array.dtype) for array in before])
+    after = slots.admit(before, jnp.asarray(packed))
+    others = [index for index in range(4) if index != slot]
+    for name, old, new in zip(slots.Slots._fields, before, after, strict=True):
+        assert (old.dtype, old.shape) == (new.dtype, new.shape), name
+        old, new = (array[0] if name == "page_table" else array for array in (old, new))
+        np.testing.assert_array_equal(old[np.array(others)], new[np.array(others)], err_msg=name)
+    assert after.history[slot].tolist() == token_ids + [0] * (12 - len(token_ids))
+    assert after.page_table[0, slot].tolist() == pages + [0] * (3 - len(pages))
+    assert (int(after.num_computed[slot]), int(after.write_start[slot])) == (num_computed, write_start)
+    assert after.temperature[slot] == np.float32(temperature)
+    assert after.top_p[slot] == np.float32(top_p or 1.0)
+    assert after.min_p[slot] == np.float32(min_p)
+    assert int(after.top_k[slot]) == max(top_k, 0)
+    assert int(after.num_logprobs[slot]) == (-1 if logprobs is None else logprobs)
+    assert tuple(after.seed[slot].tolist()) == seed_words(seed)
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 64])
+def test_a_step_may_be_full(tokens):
+    packed = pack_body([Run(2, 5, tokens, True)], [], tokens, MAX_ROWS, NUM_SLOTS)
+    inputs = unpack_body(jnp.asarray(packed), tokens, MAX_ROWS)
+    assert inputs.token_slot.tolist() == [2] * tokens
+    assert int(inputs.head_rows[0]) == tokens - 1
