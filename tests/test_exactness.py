@@ -5,6 +5,7 @@ request alone, with its prompt computed in one step.
 """
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from jaxserve import Engine, SamplingParams
 from jaxserve.scheduler.scheduler import Scheduler
 
 VOCAB = 300
+FULL = "bfloat16"  # every variation runs in this dtype; float32 runs those that differ most
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -43,6 +45,7 @@ def alone(dtype, requests):
 def test_in_company(dtype, requests, alone):
     with tiny_engine(dtype, enable_prefix_caching=False) as engine:
         assert_same(run(engine, requests), alone)
+        assert engine.stats()["padding_waste"] < 0.8
 
 
 @pytest.mark.parametrize("budget", [16, 64])
@@ -58,14 +61,19 @@ def test_in_chunks_of_random_sizes(dtype, requests, alone, monkeypatch):
         assert_same(run(engine, requests), alone)
 
 
-@pytest.mark.parametrize("options", [{"page_size": 64}, {"async_scheduling": False}, {"max_num_seqs": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 64, "num_pages": 128},
+        {"async_scheduling": False},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+    ],
+    ids=["page size 64", "no overlap", "whole prompts"],
+)
 def test_with_other_options(dtype, requests, alone, options):
+    if dtype != FULL and "page_size" not in options:
+        pytest.skip("one dtype is enough for what changes the schedule only")
     with tiny_engine(dtype, **options) as engine:
-        assert_same(run(engine, requests), alone)
-
-
-def test_whole_prompts_only(dtype, requests, alone):
-    with tiny_engine(dtype, enable_chunked_prefill=False, max_model_len=256) as engine:
         assert_same(run(engine, requests), alone)
 
 
@@ -77,17 +85,26 @@ def test_cold_and_from_the_prefix_cache(dtype, requests, alone):
         assert engine.stats()["prefix_cache_hits"] - cold > sum(len(prompt) for prompt, _ in requests) // 2
 
 
-def test_with_preemptions(dtype, requests, alone):
-    with tiny_engine(dtype, num_pages=20, max_model_len=200, max_num_seqs=8) as engine:
-        assert_same(run(engine, requests), alone)
-        assert engine.stats()["num_preemptions"] > 5
+# The pool holds one request of the greatest length, so requests of ordinary length preempt each other.
+SMALL_POOL = {"num_pages": 32}
 
 
-def test_with_preemptions_without_prefix_cache_or_overlap(dtype, requests, alone):
-    options = {"num_pages": 20, "max_model_len": 200, "max_num_seqs": 8, "enable_prefix_caching": False}
-    with tiny_engine(dtype, async_scheduling=False, **options) as engine:
-        assert_same(run(engine, requests), alone)
-        assert engine.stats()["num_preemptions"] > 5
+@pytest.fixture(scope="module")
+def long_answers():
+    requests = requests_for(VOCAB, 12, seed=5, longest=40)
+    return [(prompt, replace(params, max_tokens=60, ignore_eos=True)) for prompt, params in requests]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"async_scheduling": False, "enable_prefix_caching": False}], ids=["overlap", "no overlap"]
+)
+def test_with_preemptions(dtype, long_answers, options):
+    with tiny_engine(dtype, enable_prefix_caching=False) as engine:
+        expected = run_alone(engine, long_answers)
+        assert engine.stats()["num_preemptions"] == 0
+    with tiny_engine(dtype, **SMALL_POOL, **options) as engine:
+        assert_same(run(engine, long_answers), expected)
+        assert engine.stats()["num_preemptions"] >= 3
 
 
 def test_branches_are_requests_with_derived_seeds(dtype, requests, alone):
@@ -146,7 +163,7 @@ def test_junk_in_unowned_pages_and_positions_changes_nothing(dtype, requests, al
 
 def test_a_request_that_overflows_ends_with_an_error_and_leaves_no_trace(dtype, requests, alone):
     """Token 299's embedding is infinite: prompts with it fail, and whoever gets their pages is exact."""
-    with tiny_engine(dtype, num_pages=40, max_model_len=200, max_num_seqs=8) as engine:
+    with tiny_engine(dtype, **SMALL_POOL) as engine:
         weights = engine.runner.weights
         poisoned = weights._replace(embed=weights.embed.at[299].set(np.asarray(np.inf, weights.embed.dtype)))
         clean = [(prompt, params) for prompt, params in requests if 299 not in prompt]

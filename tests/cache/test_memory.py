@@ -23,6 +23,7 @@ def plan(**changes) -> MemoryPlan:
         "is_cpu": False,
         "memory_utilization": 1.0,
         "num_pages": None,
+        "wanted_tokens": 10**12,
     }
     return plan_memory(LAYOUT, **(options | changes))
 
@@ -61,6 +62,8 @@ def test_a_cpu_keeps_its_memory_but_for_an_explicit_pool():
     total = 4 * CPU_POOL_BYTES
     assert plan(total=total, is_cpu=True).num_pages == CPU_POOL_BYTES // PAGE_BYTES
     assert plan(total=total, is_cpu=False).pages > 3 * CPU_POOL_BYTES
+    assert plan(total=total, is_cpu=True, wanted_tokens=100).num_pages == 7, "no more than is wanted"
+    assert plan(total=total, is_cpu=False, wanted_tokens=100).num_pages > 7
     explicit = 2 * CPU_POOL_BYTES // PAGE_BYTES
     assert plan(total=total, is_cpu=True, num_pages=explicit).num_pages == explicit
 

@@ -34,8 +34,8 @@ def test_a_layer_that_depends_on_its_bucket_is_found():
         out = XLA.attend(q, *arguments, **options)
         return out * jnp.bfloat16(1.01) if q.shape[0] == 8 else out
 
-    found = check("bfloat16", (8, 16), (8,), XLA._replace(attend=attend))
-    assert found == "a row of the layer has other bits in the bucket 8 than in 16 on this machine"
+    found = check("bfloat16", (8, 16), (8, 8), XLA._replace(attend=attend))
+    assert found == "a row of the layer has other bits among 8 rows than among 16 on this machine"
 
 
 def test_a_head_that_depends_on_its_bucket_is_found(monkeypatch):
@@ -45,14 +45,14 @@ def test_a_head_that_depends_on_its_bucket_is_found(monkeypatch):
         return jnp.nextafter(logits, jnp.inf).at[1:].set(logits[1:]) if hidden.shape[0] == 8 else logits
 
     monkeypatch.setattr(determinism, "logits_of", logits_of)
-    found = check("bfloat16", (8,), (8, 16))
-    assert found == "a row of the head has other bits in the bucket 8 than in 16 on this machine"
+    found = check("bfloat16", (8, 8), (8, 16))
+    assert found == "a row of the head has other bits among 8 rows than among 16 on this machine"
 
 
 def test_too_few_rows_in_float32_are_found():
     """The reason for buckets of at least 64 rows; should XLA change, `SMALLEST_BUCKET` may."""
-    found = check("float32", (8,), (2, 64))
-    assert found == "a row of the head has other bits in the bucket 2 than in 64 on this machine"
+    found = check("float32", (8, 8), (2, 64))
+    assert found == "a row of the head has other bits among 2 rows than among 64 on this machine"
 
 
 def test_what_is_not_proven_says_why():

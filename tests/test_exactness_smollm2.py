@@ -1,0 +1,108 @@
+"""The promises of test_exactness.py on the real model, in bfloat16. Each compiled body takes seconds: the variations
+that add shapes are slow tests."""
+
+import random
+
+import pytest
+from engine_tools import Requests, assert_same, run, run_alone
+
+from jaxserve import Engine, SamplingParams
+from jaxserve.scheduler.scheduler import Scheduler
+
+STORY = (
+    "The lighthouse keeper wrote every evening in a thick brown book. She noted the wind, the height of the waves, "
+    "the ships that passed and the birds that rested on the railing. "
+)
+TARGETS: Requests = [
+    ("The capital of France is", SamplingParams(temperature=0, max_tokens=12, logprobs=3)),
+    (STORY * 8, SamplingParams(temperature=0.9, seed=1, max_tokens=12, logprobs=3)),
+    (STORY * 2 + "In 1887,", SamplingParams(temperature=1.0, top_p=0.9, seed=-2, max_tokens=12, logprobs=3, n=2)),
+    (STORY * 4, SamplingParams(temperature=0, max_tokens=12, logprobs=3)),
+]
+
+
+def smollm2(**options) -> Engine:
+    defaults = {"max_model_len": 1024, "num_pages": 512, "max_num_seqs": 32, "max_num_batched_tokens": 512}
+    return Engine(**{**defaults, "deterministic": True, "enable_prefix_caching": False, **options})
+
+
+def company(count: int) -> Requests:
+    source = random.Random(3)
+    return [
+        (
+            [source.randrange(49152) for _ in range(source.randint(1, 60))],
+            SamplingParams(temperature=source.choice([0, 0.8]), seed=index, max_tokens=source.randint(1, 14)),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with smollm2() as engine:
+        return run_alone(engine, TARGETS)
+
+
+def test_among_others(alone):
+    others = company(28)
+    mixed = [*others[:9], TARGETS[0], *others[9:14], TARGETS[1], *others[14:20], *TARGETS[2:], *others[20:]]
+    with smollm2(max_num_batched_tokens=64) as engine:
+        results = run(engine, mixed)
+    assert_same([results[mixed.index(target)] for target in TARGETS], alone)
+
+
+def test_cold_and_from_the_prefix_cache(alone):
+    with smollm2(max_num_batched_tokens=64, enable_prefix_caching=True) as engine:
+        assert_same(run(engine, TARGETS), alone)
+        assert_same(run(engine, TARGETS), alone)
+        assert engine.stats()["prefix_cache_hits"] > 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [16, 256])
+def test_in_chunks(alone, budget):
+    with smollm2(max_num_batched_tokens=budget) as engine:
+        assert_same(run(engine, TARGETS), alone)
+
+
+@pytest.mark.slow
+def test_in_chunks_of_random_sizes(alone, monkeypatch):
+    source = random.Random(1)
+    monkeypatch.setattr(Scheduler, "chunk_limit", lambda self, request: source.randint(1, request.num_to_compute))
+    with smollm2(max_num_batched_tokens=64) as engine:
+        assert_same(run(engine, TARGETS), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"page_size": 64, "num_pages": 128}, {"async_scheduling": False}], ids=["page size 64", "no overlap"]
+)
+def test_with_other_options(alone, options):
+    with smollm2(max_num_batched_tokens=64, **options) as engine:
+        assert_same(run(engine, TARGETS), alone)
+
+
+@pytest.mark.slow
+def test_with_preemptions(alone):
+    with smollm2(max_num_batched_tokens=64, num_pages=64) as engine:
+        others = [(prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for prompt, _ in company(24)]
+        results = run(engine, [*others, *TARGETS])
+        assert engine.stats()["num_preemptions"] >= 3
+    assert_same(results[-len(TARGETS) :], alone)
+
+
+@pytest.mark.slow
+def test_decoded_and_recomputed(alone):
+    beginnings = [
+        (engine_ids + result.outputs[0].token_ids[:5], SamplingParams(**{**_fields(params), "max_tokens": 7, "n": 1}))
+        for (_, params), result in zip(TARGETS, alone, strict=True)
+        for engine_ids in [result.prompt_token_ids]
+    ]
+    with smollm2(max_num_batched_tokens=64) as engine:
+        for result, whole in zip(run(engine, beginnings), alone, strict=True):
+            assert result.outputs[0].token_ids == whole.outputs[0].token_ids[5:]
+            assert result.outputs[0].logprobs == whole.outputs[0].logprobs[5:]
+
+
+def _fields(params: SamplingParams) -> dict:
+    return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
