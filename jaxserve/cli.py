@@ -1,24 +1,35 @@
 """The command line: `jaxserve generate`. Every option comes from the dataclasses, by YAML file or by flag."""
 
+import dataclasses
 import os
+import re
 import sys
 import time
+from argparse import ArgumentError
 from collections.abc import Iterator
 
 from jsonargparse import ArgumentParser, Namespace
 
 from jaxserve.config import EngineConfig
-from jaxserve.outputs import RequestOutput
+from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.validation import nearest_name
+
+# Errors are reported by `main`, in one line; an option must be spelled out.
+_STRICT = {"exit_on_error": False, "allow_abbrev": False}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status. Errors that a user can cause are one line on stderr."""
-    parser = ArgumentParser(prog="jaxserve", description="An exact LLM inference engine for JAX.")
+    parser = ArgumentParser(prog="jaxserve", description="An exact LLM inference engine for JAX.", **_STRICT)
     commands = parser.add_subcommands(required=True, dest="command")
     commands.add_subcommand("generate", _generate_parser(), help="answer prompts, streaming")
     given = [_underscored(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
-    options = parser.parse_args(given)
+    try:
+        options = parser.parse_args(given)
+    except ArgumentError as error:
+        print(f"jaxserve: {_one_line(str(error))}", file=sys.stderr)
+        return 2
     try:
         return {"generate": _generate}[options.command](options[options.command])
     except (ValueError, TypeError, OSError, RuntimeError) as error:
@@ -31,11 +42,22 @@ def main(arguments: list[str] | None = None) -> int:
 def _underscored(argument: str) -> str:
     """`--max-num-seqs=8` as `--max_num_seqs=8`: both spellings are known from other engines."""
     name, equals, value = argument.partition("=")
-    return name.replace("-", "_").replace("__", "--", 1) + equals + value if name.startswith("--") else argument
+    if not re.fullmatch(r"--[\w.-]+", name):  # a value, maybe a prompt that starts with two hyphens
+        return argument
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _one_line(message: str) -> str:
+    """The parser's message, with the nearest right name for an unknown one."""
+    unknown = re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.]+)", message)
+    names = [f"engine.{field.name}" for field in dataclasses.fields(EngineConfig) if field.name != "mesh"]
+    names += [f"sampling.{field.name}" for field in dataclasses.fields(SamplingParams)]
+    nearest = nearest_name(unknown[1], [*names, "config", "prompts", "prompt"]) if unknown else None
+    return " ".join(message.split()) + (f" (did you mean {nearest!r}?)" if nearest else "")
 
 
 def _generate_parser() -> ArgumentParser:
-    parser = ArgumentParser(description="Answer prompts together and stream the answers in order.")
+    parser = ArgumentParser(description="Answer prompts together and stream the answers in order.", **_STRICT)
     parser.add_argument("--config", action="config", help="a YAML file with any of these options")
     parser.add_class_arguments(EngineConfig, "engine", skip={"mesh"})
     parser.add_class_arguments(SamplingParams, "sampling")
@@ -49,52 +71,54 @@ def _generate(options: Namespace) -> int:
     if not prompts:
         raise ValueError("prompts: none given: use --prompt TEXT, --prompts or a config file that holds some")
     # Built before the engine is imported and loaded: a wrong option costs no time.
-    config, params = EngineConfig(**options.engine.as_dict()), SamplingParams(**options.sampling.as_dict())
+    config, params = EngineConfig(**_named(options, "engine")), SamplingParams(**_named(options, "sampling"))
     from jaxserve.llm import LLM
 
     with LLM(config=config) as llm:
         print(llm.engine.memory_plan, file=sys.stderr)
         started = time.perf_counter()
-        deltas = llm.stream(prompts, params)
-        first = _print_in_order(deltas, prompts)
+        first, failures = _print_in_order(llm.stream(prompts, params), prompts, params.n)
         seconds = time.perf_counter() - started
         print(_figures(llm.stats(), len(prompts), seconds, first - started))
-    return 0
+    return 1 if failures else 0
 
 
-def _print_in_order(deltas: Iterator[RequestOutput], prompts: list[str]) -> float:
+def _named(options: Namespace, group: str) -> dict:
+    if not isinstance(options[group], Namespace):  # the parser lets a bare value of a YAML file through
+        raise ValueError(f"{group}={options[group]!r}: {group} must hold options by name")
+    return options[group].as_dict()
+
+
+def _print_in_order(deltas: Iterator[RequestOutput], prompts: list[str], branches: int) -> tuple[float, int]:
     """Stream the first unfinished answer; what the others say meanwhile follows when it is their turn.
 
-    Returns when the first token arrived.
+    Returns when the first token arrived, and how many answers failed.
     """
-    waiting: dict[int, list[tuple[str, bool]]] = {index: [] for index in range(len(prompts))}
-    current, first = -1, None
+    answers = {(index, branch): CompletionOutput(branch) for index in range(len(prompts)) for branch in range(branches)}
+    turns = list(answers)
+    first, failures, titled = None, 0, False
     for delta in deltas:
         first = first or time.perf_counter()
-        index = int(delta.request_id)
-        text = "".join(output.text for output in delta.outputs)
-        waiting[index].append((text, delta.finished))
-        while current < len(prompts):
-            if current < 0 or (waiting[current] and waiting[current][-1][1] and _flush(waiting[current])):
-                current += 1
-                if current < len(prompts):
-                    print(
-                        f"\n\033[1m{prompts[current].strip()}\033[0m"
-                        if sys.stdout.isatty()
-                        else f"\n> {prompts[current].strip()}"
-                    )
-                continue
-            _flush(waiting[current])
-            break
-    return first or time.perf_counter()
+        for output in delta.outputs:
+            answers[int(delta.request_id), output.index].extend(output)
+        while turns:
+            index, branch = turns[0]
+            answer = answers[turns[0]]
+            if not titled:
+                number = f" [{branch + 1}/{branches}]" if branches > 1 else ""
+                print(_title(prompts[index].strip() + number))
+            print(answer.text, end="", flush=True)
+            answer.text, titled = "", not answer.finished
+            if titled:
+                break
+            print(f"[error: {answer.error}]" if answer.error else "", flush=True)
+            failures += answer.finish_reason == "error"
+            turns.pop(0)
+    return first or time.perf_counter(), failures
 
 
-def _flush(parts: list[tuple[str, bool]]) -> bool:
-    """Print and forget these parts; returns whether the answer is complete."""
-    complete = bool(parts) and parts[-1][1]
-    print("".join(text for text, _ in parts), end="\n" if complete else "", flush=True)
-    parts.clear()
-    return complete
+def _title(prompt: str) -> str:
+    return f"\n\033[1m{prompt}\033[0m" if sys.stdout.isatty() else f"\n> {prompt}"
 
 
 def _figures(stats: dict, requests: int, seconds: float, first: float) -> str:

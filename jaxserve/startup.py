@@ -135,7 +135,7 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
 
 
 def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:
-    """max_model_len, or the model's own. Stretched positions reach further: `linear` by its factor, `dynamic` freely."""
+    """max_model_len, or the model's own. Stretched positions reach further: linear by its factor, dynamic freely."""
     longest, scaling = model.max_position_embeddings, model.rope_scaling
     if config.max_model_len is None or scaling.kind == "dynamic":
         return config.max_model_len or longest

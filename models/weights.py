@@ -24,9 +24,9 @@ JUNK = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
 @lru_cache(maxsize=8)  # a second or so for a deep model, and needed for checking as for loading
-def abstract_decoder(config: ModelConfig, dtype) -> Decoder:
-    """The decoder's structure and shapes, without arrays; not to be changed."""
-    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+def abstract_decoder(config: ModelConfig) -> Decoder:
+    """The decoder's structure and shapes, without arrays (its dtypes mean nothing); not to be changed."""
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
 class Leaf(NamedTuple):
@@ -40,7 +40,7 @@ class Leaf(NamedTuple):
 
 def decoder_leaves(config: ModelConfig) -> list[Leaf]:
     """Every parameter of the model, in the order of `jax.tree.leaves(nnx.state(decoder))`."""
-    return _leaves(config, nnx.state(abstract_decoder(config, jnp.float32)))
+    return _leaves(config, nnx.state(abstract_decoder(config)))
 
 
 def _leaves(config: ModelConfig, state: Any) -> list[Leaf]:
@@ -143,7 +143,7 @@ def build_decoder(
 def _assemble(
     config: ModelConfig, dtype, value: Callable[[Leaf], np.ndarray], mesh: jax.sharding.Mesh | None
 ) -> Decoder:
-    graphdef, state = nnx.split(abstract_decoder(config, dtype))
+    graphdef, state = nnx.split(abstract_decoder(config))
     arrays = []
     for leaf in _leaves(config, state):
         # A fresh array, never a view of a file: on the CPU JAX may keep it as the device's own copy.

@@ -1,5 +1,6 @@
 """Runs steps on the device: owns weights, pages, slots and executables. Knows no requests, only slots and arrays."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,8 @@ class Runner:
         self.compiler = Compiler(cache_dir, devices)
         self.kv = kv_cache.allocate(layout, num_pages, mesh)
         self.slots = slots.allocate(num_slots, max_len, self.max_pages)
+        self._dispatched: list[StepHandle] = []  # the last step
+        self._wait = weakref.finalize(self, _wait_for, self._dispatched)
         if mesh is not None:
             everywhere = NamedSharding(mesh, PartitionSpec())
             self.slots = jax.device_put(self.slots, everywhere)
@@ -97,6 +100,12 @@ class Runner:
             sources, targets = inputs.pack_copies(copies[first : first + _COPIES], _COPIES, self.num_pages)
             self.kv = self.compiler.get(self._copy_program())(self.kv, sources, targets)
 
+    def is_compiled(self, num_tokens: int, num_rows: int) -> bool:
+        """Whether a step of this size runs at once."""
+        body = "body", self.buckets.token_bucket(num_tokens)
+        head = ("head", self.buckets.row_bucket(num_rows)) if num_rows else body
+        return {body, head} <= self.compiler.executables().keys()
+
     def run(self, runs: Sequence[Run], new_pages: Sequence[tuple[int, int, int]]) -> StepHandle:
         """Dispatch body and head for these runs; the results are read later with `StepHandle.result`."""
         tokens = self.buckets.token_bucket(sum(run.count for run in runs))
@@ -113,13 +122,15 @@ class Runner:
             )
         for array in jax.tree.leaves((finite, sampled)):
             array.copy_to_host_async()
-        return StepHandle(finite, sampled)
+        self._dispatched[:] = [StepHandle(finite, sampled)]
+        return self._dispatched[0]
 
     def close(self) -> None:
-        """Give back the pages and the slots, and forget weights and executables."""
+        """Wait for the step in flight, give back the pages and the slots, and forget weights and executables."""
+        self._wait()
         for array in jax.tree.leaves((self.kv, self.slots)):
             array.delete()
-        self.weights = None
+        self.kv = self.slots = self.weights = None
         self.compiler.clear()
 
     # ---- programs ---------------------------------------------------------------------------------------
@@ -153,3 +164,8 @@ class Runner:
     def _copy_program(self) -> Program:
         pages = jax.ShapeDtypeStruct((_COPIES,), jnp.int32)
         return Program("copy_pages", _COPIES, kv_cache.copy_pages, (self.kv, pages, pages), donate=(0,))
+
+
+def _wait_for(dispatched: list[StepHandle]) -> None:
+    """Let the last step end; a process that exits while XLA computes is aborted with a message of the C++ runtime."""
+    jax.block_until_ready(dispatched)

@@ -59,6 +59,10 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(entry.count for entry in self.entries)
 
+    @property
+    def num_sampled(self) -> int:
+        return sum(entry.sample for entry in self.entries)
+
     def __bool__(self) -> bool:
         return bool(self.entries)
 

@@ -26,5 +26,5 @@ XLA = AttentionBackend("xla", xla.prepare, xla.paged_attention_xla)
 
 
 def choose_attention(backend: str) -> AttentionBackend:
-    """The implementation behind a name of `backends.BACKENDS`; `auto` is `xla`."""
+    """The implementation behind a name of `config.ATTENTION_BACKENDS`; `auto` is `xla`."""
     return {"auto": XLA, "xla": XLA, "reference": REFERENCE}[backend]

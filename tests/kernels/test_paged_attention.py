@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.config import ATTENTION_BACKENDS
 from jaxserve.kernels_pallas.paged_attention import REFERENCE, XLA, choose_attention
-from jaxserve.kernels_pallas.paged_attention.backends import BACKENDS
 from jaxserve.kernels_pallas.paged_attention.work_list import (
     CHUNK_GROUP,
     CHUNK_ROWS,
@@ -210,7 +210,7 @@ def test_padding_rows_of_the_reference_are_zeros():
 
 
 def test_names_choose_backends():
-    names = {name: choose_attention(name).name for name in BACKENDS}
+    names = {name: choose_attention(name).name for name in ATTENTION_BACKENDS}
     assert names == {"auto": "xla", "xla": "xla", "reference": "reference"}
 
 

@@ -1,0 +1,222 @@
+"""`jaxserve generate`: answers on stdout, everything that is wrong in one line on stderr."""
+
+import ast
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_tools import SHAPES, write_tiny_checkpoint
+
+from jaxserve import LLM, EngineConfig, SamplingParams
+from jaxserve.cli import main
+from jaxserve.scheduler.scheduler import Scheduler
+
+ROOT = Path(__file__).parent.parent
+FIGURES = re.compile(
+    r"^(\d+) requests in [\d.]+ s \(first token after [\d.]+ s\): (\d+) prompt tokens \([\d.]+/s\), "
+    r"(\d+) output tokens \([\d.]+/s\), (\d+) prefix-cache hits, (\d+) steps, (\d+) compilations \(\d+ from the cache\)$",
+    re.MULTILINE,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("cli") / "model")
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    """What the library says to these prompts, by temperature 0 and 8 tokens."""
+    prompts = ["Hello", "two words", "Hello"]
+    with LLM(str(folder), **SHAPES) as llm:
+        results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    return [(result.prompt, result.outputs[0].text) for result in results]
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Fails the test if an engine is started."""
+
+    def started(*_, **__):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("jaxserve.llm.Engine", started)
+
+
+def flags(folder, hyphens=False):
+    options = {f"engine.{name}": value for name, value in {"model": folder, **SHAPES}.items()}
+    options |= {"sampling.temperature": 0, "sampling.max_tokens": 8, "sampling.ignore_eos": True}
+    spelled = {name.replace("_", "-") if hyphens else name: value for name, value in options.items()}
+    return [part for name, value in spelled.items() for part in (f"--{name}", str(value))]
+
+
+def run(capsys, *arguments):
+    """(exit status, stdout, stderr) of the command in this process."""
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def refused(capsys, *arguments, parts, status=2):
+    """The command fails with this status and one line on stderr that has all the parts."""
+    got, out, err = run(capsys, *arguments)
+    assert (got, out) == (status, ""), err
+    assert re.fullmatch(r"jaxserve: [^\n]+\n", err), err
+    assert [part for part in parts if part not in err] == [], err
+
+
+@pytest.mark.parametrize("hyphens", [False, True], ids=["underscores", "hyphens"])
+def test_a_prompt_is_answered(capsys, folder, answers, hyphens):
+    status, out, err = run(capsys, "generate", "--prompt", answers[1][0], *flags(folder, hyphens))
+    assert status == 0
+    assert out.startswith(f"\n> two words\n{answers[1][1]}\n\n1 requests in ")
+    requests, prompt_tokens, output_tokens, hits, steps, compilations = map(int, FIGURES.search(out).groups())
+    assert (requests, prompt_tokens, output_tokens, hits) == (1, 9, 8, 0)
+    assert steps == 9  # 8 tokens of the prompt, then one token a step
+    assert compilations == 3
+    assert err.startswith("memory: ")
+
+
+def test_prompts_of_a_file_are_answered_in_order(capsys, tmp_path, folder, answers):
+    lines = ["engine:", f"  model: {folder}", *(f"  {name}: {str(value).lower()}" for name, value in SHAPES.items())]
+    lines += ["sampling: {temperature: 0.0, max_tokens: 3, ignore_eos: true}", "prompts:"]
+    lines += [f"  - {prompt}" for prompt, _ in answers]
+    (tmp_path / "job.yaml").write_text("\n".join(lines))
+    status, out, _ = run(capsys, "generate", "--config", tmp_path / "job.yaml", "--sampling.max-tokens", 8)
+    assert status == 0
+    assert out.startswith("".join(f"\n> {prompt}\n{text}\n" for prompt, text in answers))
+    assert FIGURES.search(out).group(1, 2, 3) == ("3", "19", "24")
+
+
+def test_every_branch_is_printed_by_itself(capsys, folder, answers):
+    status, out, _ = run(capsys, "generate", "--prompt", "Hello", "--sampling.n=2", *flags(folder))
+    assert status == 0
+    assert out.startswith(f"\n> Hello [1/2]\n{answers[0][1]}\n\n> Hello [2/2]\n{answers[0][1]}\n")
+
+
+def test_a_failed_answer_says_so(capsys, folder, monkeypatch):
+    complete = Scheduler.complete
+    monkeypatch.setattr(Scheduler, "complete", lambda self, entry, token, finite: complete(self, entry, token, False))
+    status, out, _ = run(capsys, "generate", "--prompt", "Hello", *flags(folder))
+    assert status == 1
+    assert "> Hello\n[error: activations at positions 0 to 4 are not finite" in out
+    assert FIGURES.search(out)
+
+
+def test_a_prompt_that_looks_like_an_option_stays_as_it_is(capsys, folder):
+    status, out, _ = run(capsys, "generate", "--prompt", "--two-hyphens a-b", *flags(folder))
+    assert (status, out.split("\n")[1]) == (0, "> --two-hyphens a-b")
+    status, out, _ = run(capsys, "generate", "--prompt=a-b=c-d", *flags(folder))
+    assert (status, out.split("\n")[1]) == (0, "> a-b=c-d")
+
+
+def test_a_process_of_its_own(folder, answers):
+    command = [sys.executable, "-m", "jaxserve.cli", "generate", "--prompt", "Hello", *flags(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"\n> Hello\n{answers[0][1]}\n")
+    assert FIGURES.search(result.stdout)
+    assert result.stderr.count("\n") == 1  # the memory plan and no warning
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--engine.max-num-seq", "3"], ["engine.max_num_seq", "did you mean 'engine.max_num_seqs'"]),
+        (["--max-num-seqs", "3"], ["max_num_seqs", "did you mean 'engine.max_num_seqs'"]),
+        (["--sampling.temprature=0"], ["sampling.temprature", "did you mean 'sampling.temperature'"]),
+        (["--engine.mesh", "x"], ["engine.mesh"]),
+        (["--engine.max_num_seqs", "many"], ["engine.max_num_seqs", "many", "int"]),
+        (["--sampling.top-p", "high"], ["sampling.top_p", "high", "float"]),
+        (["--sampling.stop_token_ids", "[a]"], ["sampling.stop_token_ids", "a"]),
+        (["--prompts", "just one"], ["prompts", "just one"]),
+        (["--prompt"], ["--prompt"]),
+        (["stray"], ["stray"]),
+        (["--config", "absent.yaml"], ["config", "absent.yaml"]),
+    ],
+)
+def test_what_the_parser_refuses(capsys, no_model, arguments, parts):
+    refused(capsys, "generate", *arguments, parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("engine:\n  max_num_seq: 3\n", ["engine.max_num_seq", "did you mean 'engine.max_num_seqs'"]),
+        ("engine:\n  page_size: large\n", ["page_size", "large"]),
+        ("engine: 3\n", ["engine", "3"]),
+        ("sampling: 3\n", ["sampling=3: sampling must hold options by name"]),
+        ("prompt: [a\n", ["line 2"]),
+        ("- a\n", ["config"]),
+    ],
+)
+def test_what_is_wrong_in_a_file(capsys, tmp_path, no_model, text, parts):
+    (tmp_path / "job.yaml").write_text(text)
+    status = 1 if "by name" in parts[0] else 2  # the parser lets it through
+    refused(capsys, "generate", "--prompt", "a", "--config", tmp_path / "job.yaml", parts=parts, status=status)
+
+
+def test_commands(capsys, no_model):
+    refused(capsys, "generat", parts=["generat", "generate"])
+    refused(capsys, parts=["command", "generate"])
+    with pytest.raises(SystemExit) as help_shown:
+        main(["generate", "--help"])
+    assert help_shown.value.code == 0
+    assert "--engine.max_num_seqs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([], ["prompts: none given"]),
+        (["--prompt", "a", "--engine.dtype", "float"], ["dtype='float'", "did you mean 'float32'"]),
+        (["--prompt", "a", "--engine.page-size", "17"], ["page_size=17", "16, 32"]),
+        (["--prompt", "a", "--engine.deterministic", "maybe"], ["deterministic='maybe'", "True"]),
+        (["--prompt", "a", "--sampling.top-p=1.5"], ["top_p=1.5", "at most 1"]),
+    ],
+)
+def test_what_the_engine_would_refuse_is_said_before_a_model_is_loaded(capsys, no_model, arguments, parts):
+    refused(capsys, "generate", *arguments, parts=parts, status=1)
+
+
+def test_a_model_that_is_not_there(capsys):
+    refused(capsys, "generate", "--prompt", "a", "--engine.model", "no-such", parts=["model='no-such'"], status=1)
+
+
+def test_a_prompt_that_cannot_be_honoured(capsys, folder):
+    status, out, err = run(capsys, "generate", "--prompt", "", *flags(folder))
+    assert (status, out) == (1, "")
+    assert err.splitlines()[1:] == ["jaxserve: prompt: it holds no tokens: it must hold at least one"]
+
+
+def test_options_in_the_readme_exist(capsys, no_model):
+    """The commands of the README's code blocks parse; they are stopped where the model would be loaded."""
+    blocks = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    commands = [line.split("#")[0] for block in blocks for line in block.splitlines() if "jaxserve generate" in line]
+    assert len(commands) >= 2
+    for command in commands:
+        arguments = shlex.split(command.partition("jaxserve ")[2])
+        arguments = [str(ROOT / part) if part.endswith(".yaml") else part for part in arguments]
+        with pytest.raises(AssertionError, match="an engine was started"):
+            main(arguments)
+
+
+def test_names_in_the_readmes_python_exist():
+    """The keywords of every call in the README's Python blocks are fields or parameters of what is called."""
+    fields = lambda cls: {field.name for field in dataclasses.fields(cls)}
+    known = {"SamplingParams": fields(SamplingParams)} | dict.fromkeys(("LLM", "Engine"), fields(EngineConfig))
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    calls = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+    seen = [(c.func.id, k.arg) for c in calls if getattr(c.func, "id", None) in known for k in c.keywords]
+    assert len(seen) > 5
+    assert [(name, keyword) for name, keyword in seen if keyword not in known[name]] == []
+
+
+def test_the_demo_configuration_parses(no_model):
+    with pytest.raises(AssertionError, match="an engine was started"):
+        main(["generate", "--config", os.fspath(ROOT / "configs" / "demo.yaml")])

@@ -1,0 +1,124 @@
+"""EngineConfig: every rule, before an engine or a device is there."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig, cache_folder
+
+WRONG = {
+    "model": ["", 3, ["a"]],
+    "tokenizer": ["", 3, True],
+    "dtype": ["float", "int8", np.float32, None],
+    "max_model_len": [0, -1, 1.0, True, "64"],
+    "page_size": [0, 17, 16.0, True, "16", None],
+    "num_pages": [0, -5, 2.5, True, "8"],
+    "memory_utilization": [0, 0.0, -0.1, 1.01, math.nan, math.inf, True, "0.5", None],
+    "max_num_seqs": [0, -1, 1.5, True, "8", None],
+    "max_num_batched_tokens": [0, -1, 1.5, False, "8", None],
+    "enable_prefix_caching": [0, 1, "true", None],
+    "enable_chunked_prefill": [0, 1, "true", None],
+    "async_scheduling": [0, 1, "true", None],
+    "attention_backend": ["pallas", "XLA", None, 1],
+    "deterministic": [0, 1, "true", "yes", None],
+    "seed": [1.0, True, 2**63, -(2**63) - 1, "7", None],
+    "compile": ["warm-up", "eager", True, None],
+    "compilation_cache_dir": [3, False],
+    "mesh": ["model", 2, (1, 2)],
+}
+
+
+def test_every_field_has_wrong_values_below():
+    assert set(WRONG) == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_wrong_values_are_refused_with_field_value_and_rule(field):
+    for value in WRONG[field]:
+        with pytest.raises(ValueError, match=f"^{field}=.*: {field} must be ") as error:
+            EngineConfig(**{field: value})
+        assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "right"),
+    [("dtype", "bfloat", "bfloat16"), ("compile", "warm-up", "warmup"), ("attention_backend", "XLA", "xla")],
+)
+def test_a_wrong_choice_is_refused_with_the_nearest(field, wrong, right):
+    with pytest.raises(ValueError, match=f"did you mean '{right}'"):
+        EngineConfig(**{field: wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("max_num_seq", "max_num_seqs"),
+        ("max-num-batched-tokens", "max_num_batched_tokens"),
+        ("enablePrefixCaching", "enable_prefix_caching"),
+        ("gpu_memory_utilization", "memory_utilization"),
+        ("page_sizes", "page_size"),
+    ],
+)
+def test_wrong_names_are_refused_with_the_nearest(wrong, right):
+    with pytest.raises(TypeError, match=f"EngineConfig has no field '{wrong}': did you mean '{right}'"):
+        EngineConfig.from_dict({wrong: 1})
+
+
+def test_a_name_like_no_other_lists_them_all():
+    with pytest.raises(TypeError, match=r"it has model, tokenizer, .*mesh"):
+        EngineConfig.from_dict({"zzzz": 1})
+
+
+def test_right_values_are_kept():
+    values = {
+        "model": Path("a/folder"),
+        "tokenizer": "owner/name",
+        "dtype": "float16",
+        "max_model_len": 1,
+        "page_size": 256,
+        "num_pages": 1,
+        "memory_utilization": 1,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "async_scheduling": False,
+        "attention_backend": "reference",
+        "deterministic": True,
+        "seed": -(2**63),
+        "compile": "warmup",
+        "compilation_cache_dir": "",
+        "mesh": jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("model",)),
+    }
+    config = EngineConfig.from_dict(values)
+    assert {name: getattr(config, name) for name in values} == values
+    assert set(values) == set(WRONG)
+
+
+def test_it_is_frozen_and_takes_keywords_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().seed = 1
+    with pytest.raises(TypeError):
+        EngineConfig("a/folder")
+
+
+def test_defaults():
+    config = EngineConfig()
+    assert (config.model, config.dtype, config.max_model_len, config.num_pages) == (None, "auto", None, None)
+    assert (config.page_size, config.max_num_seqs, config.max_num_batched_tokens) == (16, 64, 128)
+    assert (config.enable_prefix_caching, config.enable_chunked_prefill, config.async_scheduling) == (True, True, True)
+    assert (config.deterministic, config.compile, config.attention_backend) == ("auto", "lazy", "auto")
+
+
+def test_where_things_are_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+    assert EngineConfig().compilation_cache() == tmp_path / "compiled"
+    assert EngineConfig(compilation_cache_dir=tmp_path / "x").compilation_cache() == tmp_path / "x"
+    assert EngineConfig(compilation_cache_dir="").compilation_cache() is None
+    monkeypatch.setenv("JAXSERVE_CACHE", "")
+    assert cache_folder() == Path("~/.cache/jaxserve").expanduser()
