@@ -1,7 +1,10 @@
 # `make demo` and `make test` do all the set-up on a fresh machine: Python 3.12 or newer, with or without uv.
 .PHONY: demo test test-slow lint clean
 
-PYTHON ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3)
+# The first that starts and is new enough (a version manager's shims may exist without a Python behind them).
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 12))
+PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.14; do \
+	$$p -c '$(NEW_ENOUGH)' >/dev/null 2>&1 && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -20,10 +23,10 @@ lint: $(VENV)/installed
 .venv: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml .python-version
-	@if command -v uv >/dev/null; then uv venv --quiet --seed --allow-existing $(VENV); else \
-	  "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
-	    echo "jaxserve needs Python 3.12 or newer, and this is $$("$(PYTHON)" --version 2>&1): install one, or uv, or name one with make PYTHON=..." >&2; exit 1; }; \
-	  "$(PYTHON)" -m venv $(VENV); fi
+	@if command -v uv >/dev/null; then uv venv --quiet --seed --allow-existing $(VENV); \
+	elif [ -n "$(PYTHON)" ] && $(PYTHON) -c '$(NEW_ENOUGH)'; then $(PYTHON) -m venv $(VENV); \
+	else echo "jaxserve needs Python 3.12 or newer, and none was found ($(or $(PYTHON),python3): $$($(or $(PYTHON),python3) --version 2>&1 | head -n 1)):" \
+	  "install one, or uv, or name one with make PYTHON=path" >&2; exit 1; fi
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 
