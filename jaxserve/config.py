@@ -24,8 +24,8 @@ class EngineConfig:
     """Every option of an engine; ValueError where a value breaks a rule, TypeError for an unknown name.
 
     Attributes:
-        model: a folder, a hub id, or None for the demo model (SmolLM2-135M-Instruct).
-        tokenizer: a folder or hub id; None takes the model's own.
+        model: a folder, a GGUF file, a hub id, or None for the demo model (SmolLM2-135M-Instruct).
+        tokenizer: likewise; None takes the model's own.
         dtype: of weights, activations and pages; `auto` is what the checkpoint says.
         max_model_len: tokens of prompt and output together; None is the model's own, cut to the pool.
         page_size: tokens per page of the KV cache.

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import threading
 import weakref
@@ -16,12 +17,11 @@ from engine_tools import assert_same, requests_for, run, tiny_decoder, tiny_engi
 
 from jaxserve import Engine, EngineConfig, Logprob, SamplingParams
 from jaxserve.runner import determinism
-from jaxserve.runner.runner import StepResult
 
 VOCAB = 300
 PROMPT = list(range(20, 40))
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,13 @@ def shared():
         deterministic=True,
     ) as engine:
         yield engine
+
+
+@pytest.fixture(autouse=True)
+def trusted(shared, monkeypatch):
+    """The shared engine has tested this machine for determinism: the others save the time."""
+    assert shared.deterministic is True
+    monkeypatch.setattr(determinism, "row_invariance", lambda *_: None)
 
 
 @pytest.fixture
@@ -62,22 +69,15 @@ def forget_cached(engine):
     pool.release(pages)
 
 
-def collect(engine, *reports, steps=10**6):
-    """Run to the end (or for some steps); every output of each request, in order."""
+def collect(engine, reports=(), steps=10**6):
+    """What was reported so far and what comes until the end (or for some steps): every output of each request."""
+    reports = list(reports)
+    while engine.has_unfinished() and steps:
+        reports.append(engine.step())
+        steps -= 1
     found = {}
-    for report in [*reports, *(engine.step() for _ in range(steps) if engine.has_unfinished())]:
-        for output in report:
-            found.setdefault(output.request_id, []).append(output)
-        if not engine.has_unfinished():
-            break
-    return found
-
-
-def finish(engine):
-    found = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            found.setdefault(output.request_id, []).append(output)
+    for output in itertools.chain(*reports):
+        found.setdefault(output.request_id, []).append(output)
     return found
 
 
@@ -141,27 +141,31 @@ def snapshot(engine):
     return engine.stats(), engine._arrivals, dict(engine._groups), dict(engine._detokenizers), queues
 
 
-@pytest.mark.parametrize(("wrong", "message"), WRONG_REQUESTS, ids=range(len(WRONG_REQUESTS)))
-def test_a_bad_request_is_refused_and_disturbs_nobody(engine, undisturbed, wrong, message):
-    engine.add_request("running", PROMPT, GREEDY)
+def test_bad_requests_are_refused_and_disturb_nobody(engine):
+    """One after the other, while one request runs and one waits."""
+    undisturbed = one(engine, PROMPT, LONG).outputs[0].token_ids
+    engine.add_request("running", PROMPT, LONG)
     reports = [engine.step(), engine.step()]
-    engine.add_request("waiting", PROMPT, GREEDY)
-    before = snapshot(engine)
-    arguments = {"request_id": "bad", "prompt": [1, 2], "params": None, "priority": 0} | wrong
-    with pytest.raises(ValueError, match=message):
-        engine.add_request(
-            arguments["request_id"], arguments["prompt"], arguments["params"], priority=arguments["priority"]
-        )
-    assert snapshot(engine) == before
-    found = collect(engine, *reports)
+    engine.add_request("waiting", PROMPT, LONG)
+    for index, (wrong, message) in enumerate(WRONG_REQUESTS):
+        arguments = {"request_id": "bad", "prompt": [1, 2], "params": None, "priority": 0} | wrong
+        before = snapshot(engine)
+        with pytest.raises(ValueError, match=message):
+            engine.add_request(
+                arguments["request_id"], arguments["prompt"], arguments["params"], priority=arguments["priority"]
+            )
+        assert snapshot(engine) == before, wrong
+        if index % 4 == 3:
+            reports.append(engine.step())
+    found = collect(engine, reports)
     assert set(found) == {"running", "waiting"}
     for outputs in found.values():
-        assert [token for o in outputs for token in o.outputs[0].token_ids] == undisturbed.outputs[0].token_ids
+        assert [token for o in outputs for token in o.outputs[0].token_ids] == undisturbed
 
 
 def test_text_needs_a_tokenizer():
     with tiny_engine("float32") as engine:
-        with pytest.raises(ValueError, match="^prompt: text needs a tokenizer"):
+        with pytest.raises(ValueError, match=r"^prompt: text needs a tokenizer"):
             engine.add_request("a", "text")
         assert not engine.has_unfinished()
 
@@ -192,7 +196,9 @@ def test_an_id_is_free_again_once_its_request_has_ended(engine, undisturbed):
 # ---- how requests end -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 6], ids=["queued", "in prefill", "in prefill 2", "decoding", "decoding 2"])
+@pytest.mark.parametrize(
+    "steps", [0, 1, 2, 3, 6], ids=["queued", "in prefill", "in prefill 2", "decoding", "decoding 2"]
+)
 @pytest.mark.parametrize("n", [1, 3])
 def test_abort_frees_pages_at_once_and_is_reported_once(engine, undisturbed, steps, n):
     pool = engine.scheduler.pool
@@ -206,7 +212,7 @@ def test_abort_frees_pages_at_once_and_is_reported_once(engine, undisturbed, ste
     engine.check_integrity()
     engine.abort("long")
     engine.abort("unknown")
-    found = collect(engine, *reports)
+    found = collect(engine, reports)
     ends = [output for o in found["long"] for output in o.outputs if output.finish_reason is not None]
     assert sorted((output.index, output.finish_reason) for output in ends) == [(i, "abort") for i in range(n)]
     assert [o.finished for o in found["long"]] == [False] * (len(found["long"]) - 1) + [True]
@@ -219,11 +225,11 @@ def test_abort_where_some_branches_have_ended(engine):
     first = [one(engine, PROMPT, SamplingParams(seed=1, max_tokens=8, ignore_eos=True, n=2)).outputs[i] for i in (0, 1)]
     stop = first[0].token_ids[1]
     assert stop not in first[1].token_ids
-    params = SamplingParams(seed=1, max_tokens=200, ignore_eos=True, n=2, stop_token_ids=(stop,))
+    params = SamplingParams(seed=1, max_tokens=60, ignore_eos=True, n=2, stop_token_ids=(stop,))
     engine.add_request("a", PROMPT, params)
     reports = [engine.step() for _ in range(7)]
     engine.abort("a")
-    ends = [(o.index, o.finish_reason) for r in collect(engine, *reports)["a"] for o in r.outputs if o.finish_reason]
+    ends = [(o.index, o.finish_reason) for r in collect(engine, reports)["a"] for o in r.outputs if o.finish_reason]
     assert ends == [(0, "stop"), (1, "abort")]
 
 
@@ -247,7 +253,8 @@ def test_stop_tokens_end_of_sequence_and_length(engine, monkeypatch):
     assert ends(stop_token_ids=(299 if stop != 299 else 298, stop)) == (place + 1, "stop", stop)
     assert ends(stop_token_ids=(stop,), max_tokens=place + 1) == (place + 1, "stop", stop)  # both at once: the stop
     assert ends(stop_token_ids=(stop,), max_tokens=place) == (place, "length", None)
-    assert ends(stop_token_ids=(PROMPT[0],))[1:] == ends()[1:] or PROMPT[0] in tokens  # a prompt stops nothing
+    unsaid = next(token for token in PROMPT if token not in tokens)
+    assert ends(stop_token_ids=(unsaid,)) == (12, "length", None)  # what the prompt holds stops nothing
     monkeypatch.setattr(engine, "model_config", replace(engine.model_config, eos_token_ids=(stop, 299)))
     assert ends(ignore_eos=False) == (place + 1, "stop", None)
     assert ends(ignore_eos=False, stop_token_ids=(stop,)) == (place + 1, "stop", stop)
@@ -393,8 +400,7 @@ def test_stats_of_a_run_computed_by_hand():
     with tiny_engine("float32") as engine:
         fresh = engine.stats()
         assert {name: type(value) for name, value in fresh.items()} == STATS
-        assert all(not fresh[name] for name in STATS if name not in {"deterministic", "max_model_len", "num_pages"} and
-                   not name.startswith("compilations"))
+        assert {name for name, value in fresh.items() if value} == {"deterministic", "max_model_len", "num_pages"}
         # 20 prompt tokens in one step, then two of one token each: the third token is not computed.
         engine.add_request("a", PROMPT, replace(GREEDY, max_tokens=3))
         assert engine.stats()["num_requests_waiting"] == 1
@@ -402,7 +408,7 @@ def test_stats_of_a_run_computed_by_hand():
         during = engine.stats()
         assert (during["num_requests_running"], during["num_requests_waiting"]) == (1, 0)
         assert during["kv_cache_usage_perc"] == pytest.approx(2 / 512)
-        finish(engine)
+        collect(engine)
         stats = engine.stats()
         expected = {
             "num_requests_running": 0,
@@ -416,15 +422,15 @@ def test_stats_of_a_run_computed_by_hand():
             "prefix_cache_queries": 20,
             "prefix_cache_hits": 0,
             "request_success_length": 1,
-            "compilations": 5,  # the test of determinism, admit, body of 64 tokens, head of 64 rows; see below
+            "compilations": 3,  # admit, body of 64 tokens, head of 64 rows
         }
-        assert {name: stats[name] for name in expected} == expected | {"compilations": stats["compilations"]}
+        assert {name: stats[name] for name in expected} == pytest.approx(expected)
         # The same again: its first page of 16 is cached. And one that is aborted.
         engine.add_request("b", PROMPT, replace(GREEDY, max_tokens=3))
         engine.add_request("c", PROMPT[:5], LONG)
         engine.step()
         engine.abort("c")
-        finish(engine)
+        collect(engine)
         stats = engine.stats()
         expected = {
             "prompt_tokens": 45,
@@ -452,8 +458,7 @@ def refused(message, **options):
     before = len(jax.live_arrays())
     with pytest.raises(ValueError, match=message) as error:
         tiny_engine("float32", **options)
-    error.traceback.clear() if hasattr(error.traceback, "clear") else None
-    del error
+    del error  # its traceback holds what was built so far
     gc.collect()
     assert len(jax.live_arrays()) <= before
 
@@ -464,8 +469,11 @@ def test_options_that_do_not_go_together():
         enable_chunked_prefill=False,
     )
     refused("^max_model_len=600: ", max_model_len=600)
-    refused(r"^max_model_len=500: max_model_len must be at most the pool's 480 tokens \(num_pages=30", max_model_len=500,
-            num_pages=30)
+    refused(
+        r"^max_model_len=500: max_model_len must be at most the pool's 480 tokens \(num_pages=30",
+        max_model_len=500,
+        num_pages=30,
+    )
     refused("^memory_utilization=0.9: .*num_pages=100000000000 does not", num_pages=10**11)
     refused("^memory_utilization=1e-09: .*num_pages=0 does not", memory_utilization=1e-9, num_pages=None)
     with pytest.raises(TypeError, match="either a config or options"):
@@ -475,8 +483,10 @@ def test_options_that_do_not_go_together():
 
 
 def test_determinism_that_is_not_proven(monkeypatch):
-    refused("^deterministic=True: it is proven up to 512 tokens in a step, not for max_num_batched_tokens=1024",
-            max_num_batched_tokens=1024)
+    refused(
+        "^deterministic=True: it is proven up to 512 tokens in a step, not for max_num_batched_tokens=1024",
+        max_num_batched_tokens=1024,
+    )
     with monkeypatch.context() as patch:
         patch.setattr(determinism, "PROVEN_JAX", ("0.0.1",))
         refused("^deterministic=True: it is proven for JAX 0.0.1, not for", deterministic=True)
@@ -518,7 +528,7 @@ def test_nothing_compiles_after_warm_up():
     with counted_compilations() as seen:
         with tiny_engine("float32", compile="warmup") as engine:
             warm = engine.stats()["compilations"]
-            assert warm == len(engine.runner.programs()) + 1  # and the test of determinism
+            assert warm == len(engine.runner.programs())
             assert engine.stats()["compilations_after_warmup"] == 0
             before = len(seen)
             requests = requests_for(VOCAB, 30, longest=400, max_tokens=30)
@@ -530,10 +540,10 @@ def test_nothing_compiles_after_warm_up():
             for index in (3, 11, 14):
                 engine.abort(str(index))
             engine.scheduler.pool.release(held)
-            for index, reports in finish(engine).items():
-                found.setdefault(index, []).extend(reports)
+            for index, outputs in collect(engine).items():
+                found.setdefault(index, []).extend(outputs)
             assert_idle(engine)
-            assert sum(reports[-1].finished for reports in found.values()) == 30
+            assert sum(outputs[-1].finished for outputs in found.values()) == 30
             stats = engine.stats()
             assert stats["num_preemptions"] > 0
             assert stats["prefix_cache_hits"] > 0
@@ -550,14 +560,13 @@ def test_nothing_compiles_after_warm_up():
 
 def test_lazy_compiles_what_is_used():
     with tiny_engine("float32") as engine:
-        start = engine.stats()["compilations"]
-        assert start == 1  # the test of determinism
+        assert engine.stats()["compilations"] == 0
         one(engine, PROMPT)
-        assert engine.stats()["compilations"] == start + 3  # admit, body of 64 tokens, head of 64 rows
+        assert engine.stats()["compilations"] == 3  # admit, body of 64 tokens, head of 64 rows
         one(engine, PROMPT[:3])
-        assert engine.stats()["compilations"] == start + 3
+        assert engine.stats()["compilations"] == 3
         one(engine, [i % VOCAB for i in range(100)])
-        assert engine.stats()["compilations"] == start + 4  # body of 128 tokens
+        assert engine.stats()["compilations"] == 4  # body of 128 tokens
         assert engine.stats()["compilations_after_warmup"] == 0
 
 
@@ -573,7 +582,7 @@ def resident_mib():
 def test_ten_engines_in_a_row_give_everything_back():
     """Closed or dropped, idle or in the middle of its work: arrays, memory and threads are given back."""
     sizes = []
-    for index in range(12):
+    for index in range(10):
         engine = tiny_engine("float32")
         pages = sum(layer.pages.nbytes for layer in engine.runner.kv) / 2**20
         one(engine, PROMPT)
@@ -592,7 +601,7 @@ def test_ten_engines_in_a_row_give_everything_back():
         sizes.append((*arrays, threading.active_count(), len(os.listdir("/proc/self/task")), resident_mib()))
     assert len({size[:3] for size in sizes[2:]}) == 1
     assert sizes[-1][3] <= sizes[1][3]
-    assert sizes[-1][4] - sizes[1][4] < 10 * pages * 0.8, [size[4] for size in sizes]
+    assert sizes[-1][4] - sizes[1][4] < 8 * pages * 0.8, [size[4] for size in sizes]
 
 
 def test_a_closed_engine_says_so():

