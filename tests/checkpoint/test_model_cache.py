@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from test_gguf import write_gguf
+from test_gguf import tensors, write_gguf
 
 from jaxserve.checkpoint import model_cache
 from jaxserve.checkpoint.gguf import GGUFError
@@ -16,7 +16,7 @@ def cache(monkeypatch, tmp_path):
 
 
 def test_converted_once_until_it_changes(tmp_path, monkeypatch, capsys):
-    path = write_gguf(tmp_path / "tiny.gguf")
+    path = write_gguf(tmp_path / "tiny.gguf", tensors())
     folder = converted_gguf(path)
     assert (folder / "config.json").is_file()
     assert (folder / "model.safetensors").is_file()
@@ -29,8 +29,8 @@ def test_converted_once_until_it_changes(tmp_path, monkeypatch, capsys):
 
 
 def test_a_broken_file_leaves_nothing_behind(tmp_path):
-    path = write_gguf(tmp_path / "tiny.gguf")
+    path = write_gguf(tmp_path / "tiny.gguf", tensors())
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(GGUFError, match="tiny.gguf"):
+    with pytest.raises(GGUFError, match=r"tiny\.gguf"):
         converted_gguf(path)
     assert not list((tmp_path / "cache" / "gguf").glob("*"))
