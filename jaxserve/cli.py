@@ -1,12 +1,14 @@
 """The command line: `jaxserve generate`. Every option comes from the dataclasses, by YAML file or by flag."""
 
 import dataclasses
+import gc
 import os
 import re
 import sys
 import time
 from argparse import ArgumentError
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -14,6 +16,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.validation import nearest_name
+
+if TYPE_CHECKING:
+    from jaxserve.llm import LLM
 
 # Errors are reported by `main`, in one line; an option must be spelled out.
 _STRICT = {"exit_on_error": False, "allow_abbrev": False}
@@ -66,15 +71,25 @@ def _generate_parser() -> ArgumentParser:
     return parser
 
 
+def _load(config: EngineConfig) -> "LLM":
+    """The model, loaded without garbage collection: what start-up makes stays, and looking for more takes a second."""
+    gc.disable()
+    try:
+        from jaxserve.llm import LLM
+
+        return LLM(config=config)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _generate(options: Namespace) -> int:
     prompts = [*(options.prompts or []), *([options.prompt] if options.prompt is not None else [])]
     if not prompts:
         raise ValueError("prompts: none given: use --prompt TEXT, --prompts or a config file that holds some")
     # Built before the engine is imported and loaded: a wrong option costs no time.
     config, params = EngineConfig(**_named(options, "engine")), SamplingParams(**_named(options, "sampling"))
-    from jaxserve.llm import LLM
-
-    with LLM(config=config) as llm:
+    with _load(config) as llm:
         print(llm.engine.memory_plan, file=sys.stderr)
         started = time.perf_counter()
         first, failures = _print_in_order(llm.stream(prompts, params), prompts, params.n)

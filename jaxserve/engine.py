@@ -8,7 +8,7 @@ One step, with host work overlapped (`async_scheduling`):
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.validation import is_integer
 
-Prompt = str | Sequence[int] | dict
+Prompt = str | Sequence[int] | np.ndarray | dict
 
 
 class InFlight(NamedTuple):
@@ -72,6 +72,7 @@ class Engine:
 
     # ---- requests ---------------------------------------------------------------------------------------
 
+    @no_type_check  # it checks itself: the tests' type checker would come first with another error
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> None:
@@ -79,6 +80,7 @@ class Engine:
 
         Raises ValueError, naming field, value and rule, for anything that the engine could not honour.
         """
+        self._check_open()
         params = SamplingParams() if params is None else params
         if not isinstance(request_id, str) or request_id in self._groups:
             raise ValueError(f"request_id={request_id!r}: request_id must be a string that no running request has")
@@ -125,17 +127,20 @@ class Engine:
         """Whether `step` has anything left to do or to report."""
         return bool(self._groups or self._pending)
 
+    @no_type_check
     def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
             if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-                raise ValueError(f"prompt: keys {sorted(prompt)}: must be either 'prompt' or 'prompt_token_ids'")
-            prompt = next(iter(prompt.values()))
+                raise ValueError(f"prompt: keys {list(prompt)}: must be either 'prompt' or 'prompt_token_ids'")
+            [(key, prompt)] = prompt.items()
+            if isinstance(prompt, str) != (key == "prompt"):
+                raise ValueError(f"{key}: {type(prompt).__name__}: 'prompt' must be text, 'prompt_token_ids' token ids")
         text = prompt if isinstance(prompt, str) else None
         if text is not None:
             if self.tokenizer is None:
                 raise ValueError("prompt: text needs a tokenizer, and this engine has none; give token ids")
             ids = self.tokenizer.encode(text)
-        elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+        elif _is_sequence(prompt):
             ids = [int(i) if isinstance(i, np.integer) else i for i in prompt]
         else:
             raise ValueError(f"prompt: {type(prompt).__name__}: must be text or a sequence of token ids")
@@ -149,6 +154,7 @@ class Engine:
             )
         return text, ids
 
+    @no_type_check
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         vocab = self.model_config.vocab_size
         wrong = [i for i in ids if not is_integer(i) or not 0 <= i < vocab]
@@ -159,6 +165,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns what it added to each request (new tokens and text only)."""
+        self._check_open()
         plan, self._planned = self._planned or self.scheduler.schedule(), None
         arrived, self._in_flight = self._in_flight, None
         if plan and arrived is not None and not self.runner.is_compiled(plan.num_tokens, plan.num_sampled):
@@ -207,9 +214,12 @@ class Engine:
             took = self.scheduler.complete(entry, token, finite)
             if took:
                 new.setdefault(request.request_id, []).append(self._output(entry, token, result, sampled_row))
-            elif request.finish_reason == "error" and request.request_id in self._groups:
-                # Branches share the prompt's pages: what went wrong in one is wrong in all.
-                self._end(self._groups[request.request_id], "error", request.error)
+            elif request.finish_reason == "error":
+                group = self._groups.get(request.request_id)
+                if group is not None and request in group.branches:  # not a later request of the same id
+                    # Branches share the prompt's pages: what went wrong in one is wrong in all that still run.
+                    ended = [delta for delta in new.pop(request.request_id, ()) if delta.finish_reason is not None]
+                    self._end(group, "error", request.error, ended)
             sampled_row += entry.sample
         self._pending += [
             self._report(self._groups[request_id], deltas)
@@ -263,9 +273,9 @@ class Engine:
             group.branches[0].num_cached_tokens,
         )
 
-    def _end(self, group: RequestGroup, reason: str, error: str | None) -> None:
-        """End every branch that still runs, outside its own step; reported by the next `step`."""
-        deltas = []
+    def _end(self, group: RequestGroup, reason: str, error: str | None, ended: Sequence[CompletionOutput] = ()) -> None:
+        """End every branch that still runs; reported by the next `step`, with `ended` (not reported so far)."""
+        deltas = list(ended)
         for branch in group.branches:
             if branch.state is not RequestState.FINISHED:
                 self.scheduler.finish(branch)
@@ -305,12 +315,23 @@ class Engine:
     def close(self) -> None:
         """Give back the device's memory. The engine cannot be used afterwards; closing twice is fine."""
         self._groups.clear()
+        self._pending.clear()
         self._detokenizers.clear()
         self._planned = self._in_flight = None
         self.runner.close()
+
+    def _check_open(self) -> None:
+        if self.runner.weights is None:
+            raise RuntimeError("this engine is closed")
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _is_sequence(prompt: object) -> bool:
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim == 1
+    return isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview)

@@ -79,7 +79,7 @@ class Counters:
             "steps": self.steps,
             "computed_tokens": self.computed_tokens,
             "padding_waste": self.padded_tokens / max(self.computed_tokens + self.padded_tokens, 1),
-            "kv_waste": 1 - self.used_positions / max(self.owned_positions, 1),
+            "kv_waste": (self.owned_positions - self.used_positions) / max(self.owned_positions, 1),
             **{f"request_success_{reason}": count for reason, count in sorted(self.finished.items())},
         }
 

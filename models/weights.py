@@ -26,7 +26,7 @@ JUNK = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 @lru_cache(maxsize=8)  # a second or so for a deep model, and needed for checking as for loading
 def abstract_decoder(config: ModelConfig) -> Decoder:
     """The decoder's structure and shapes, without arrays (its dtypes mean nothing); not to be changed."""
-    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Decoder(config, rngs=None))
 
 
 class Leaf(NamedTuple):

@@ -47,6 +47,13 @@ class KVLayout:
 KVCache = tuple[LayerKV, ...]
 
 
+def abstract(layout: KVLayout, num_pages: int, mesh: jax.sharding.Mesh | None = None) -> tuple:
+    """The shapes of a pool, in its trees."""
+    sharding = None if mesh is None else NamedSharding(mesh, PAGES_SPEC)
+    pages = jax.ShapeDtypeStruct(layout.shape(num_pages), layout.dtype, sharding=sharding)
+    return tuple(LayerKV._make((pages, None)) for _ in range(layout.num_layers))
+
+
 def allocate(layout: KVLayout, num_pages: int, mesh: jax.sharding.Mesh | None = None) -> KVCache:
     """A pool of zeros, split by kv_heads where a mesh is given."""
     sharding = None if mesh is None else NamedSharding(mesh, PAGES_SPEC)

@@ -50,11 +50,20 @@ class Compiler:
         self._warm = False
         self._executables: dict[tuple[str, int], jax.stages.Compiled] = {}
         self._lock = threading.Lock()
+        self._prefetched: dict[tuple[str, int], jax.stages.Compiled | None] = {}
+        self._building: dict[tuple[str, int], threading.Lock] = {}
 
     def get(self, program: Program) -> jax.stages.Compiled:
         """The executable of a program, compiled now if it is not there yet."""
         executable = self._executables.get(program.key)
         return executable if executable is not None else self._build(program)
+
+    def get_all(self, programs: Sequence[Program]) -> list[jax.stages.Compiled]:
+        """The executables of several programs; what is missing is compiled in parallel."""
+        missing = [program for program in programs if program.key not in self._executables]
+        if len(missing) > 1:
+            self._build_all(missing)
+        return [self.get(program) for program in programs]
 
     def executables(self) -> dict[tuple[str, int], jax.stages.Compiled]:
         return dict(self._executables)
@@ -62,12 +71,17 @@ class Compiler:
     def clear(self) -> None:
         """Forget the executables."""
         self._executables.clear()
+        self._prefetched.clear()
 
     def warm_up(self, programs: Sequence[Program], progress: Callable[[int, int, str], None] | None = None) -> None:
         """Compile all programs in parallel; `progress(done, total, name)` is called after each.
 
         Whatever is compiled later is counted in `num_after_warmup`.
         """
+        self._build_all(programs, progress)
+        self._warm = True
+
+    def _build_all(self, programs: Sequence[Program], progress: Callable[[int, int, str], None] | None = None) -> None:
         previous = threading.stack_size(_STACK_BYTES)
         try:
             with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
@@ -78,23 +92,47 @@ class Compiler:
                         progress(done, len(programs), f"{program.name}[{program.bucket}]")
         finally:
             threading.stack_size(previous)
-        self._warm = True
+
+    def prefetch(self, program: Program) -> None:
+        """Load a program in the background if an earlier process has compiled it; `get` waits for it."""
+        if self.cache_dir is not None:
+            threading.Thread(target=self._prefetch, args=(program,), name="jaxserve-prefetch").start()
+
+    def _prefetch(self, program: Program) -> None:
+        with self._lock_of(program):
+            if program.key not in self._executables:
+                _, path = self._lower(program)
+                self._prefetched[program.key] = _load(path, self.devices)
 
     def _build(self, program: Program) -> jax.stages.Compiled:
-        lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
-        path = None if self.cache_dir is None else self.cache_dir / _key(lowered, self.devices)
-        executable = None if path is None else _load(path, self.devices)
-        loaded = executable is not None
-        if executable is None:
-            executable = lowered.compile()
-            if path is not None:
-                _store(path, executable)
+        with self._lock_of(program):
+            if program.key in self._executables:
+                return self._executables[program.key]
+            executable = self._prefetched.pop(program.key, None)
+            loaded = executable is not None
+            if executable is None:
+                lowered, path = self._lower(program)
+                executable = None if path is None else _load(path, self.devices)
+                loaded = executable is not None
+                if executable is None:
+                    executable = lowered.compile()
+                    if path is not None:
+                        _store(path, executable)
+            with self._lock:
+                self._executables[program.key] = executable
+                self.num_loaded += loaded
+                self.num_compiled += not loaded
+                self.num_after_warmup += self._warm
+            return executable
+
+    def _lock_of(self, program: Program) -> threading.Lock:
+        """One builder per program: whoever comes second waits and finds it done."""
         with self._lock:
-            self._executables[program.key] = executable
-            self.num_loaded += loaded
-            self.num_compiled += not loaded
-            self.num_after_warmup += self._warm
-        return executable
+            return self._building.setdefault(program.key, threading.Lock())
+
+    def _lower(self, program: Program) -> tuple[jax.stages.Lowered, Path | None]:
+        lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
+        return lowered, None if self.cache_dir is None else self.cache_dir / _key(lowered, self.devices)
 
 
 def _key(lowered: jax.stages.Lowered, devices: tuple[jax.Device, ...]) -> str:

@@ -73,7 +73,6 @@ class Runner:
         self.step = StepDefinition(definition, attention, buckets.rows[-1], MAX_LOGPROBS, mesh)
         devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
         self.compiler = Compiler(cache_dir, devices)
-        self.kv = kv_cache.allocate(layout, num_pages, mesh)
         self.slots = slots.allocate(num_slots, max_len, self.max_pages)
         self._dispatched: list[StepHandle] = []  # the last step
         self._wait = weakref.finalize(self, _wait_for, self._dispatched)
@@ -87,6 +86,10 @@ class Runner:
                 ),
                 self.weights,
             )
+        self._kv_like = kv_cache.abstract(layout, num_pages, mesh)
+        # Nearly every workload has a prompt that fills a step; loading that program takes seconds.
+        self.compiler.prefetch(self._body_program(buckets.tokens[-1]))
+        self.kv = kv_cache.allocate(layout, num_pages, mesh)
 
     # ---- one step ---------------------------------------------------------------------------------------
 
@@ -109,17 +112,16 @@ class Runner:
     def run(self, runs: Sequence[Run], new_pages: Sequence[tuple[int, int, int]]) -> StepHandle:
         """Dispatch body and head for these runs; the results are read later with `StepHandle.result`."""
         tokens = self.buckets.token_bucket(sum(run.count for run in runs))
+        sampled_slots = [run.slot for run in runs if run.sample]
+        rows = self.buckets.row_bucket(max(len(sampled_slots), 1))
+        programs = [self._body_program(tokens), *([self._head_program(rows)] if sampled_slots else [])]
+        body, *head = self.compiler.get_all(programs)
         packed = inputs.pack_body(runs, new_pages, tokens, self.step.max_rows, self.num_slots)
-        body = self.compiler.get(self._body_program(tokens))
         self.kv, self.slots, hidden, finite = body(self.weights, self.kv, self.slots, packed)
         sampled = None
-        sampled_slots = [run.slot for run in runs if run.sample]
-        if sampled_slots:
-            rows = self.buckets.row_bucket(len(sampled_slots))
-            head = self.compiler.get(self._head_program(rows))
-            self.slots, sampled = head(
-                self.weights, self.slots, hidden, inputs.pack_head(sampled_slots, rows, self.num_slots)
-            )
+        if head:
+            row_slots = inputs.pack_head(sampled_slots, rows, self.num_slots)
+            self.slots, sampled = head[0](self.weights, self.slots, hidden, row_slots)
         for array in jax.tree.leaves((finite, sampled)):
             array.copy_to_host_async()
         self._dispatched[:] = [StepHandle(finite, sampled)]
@@ -148,7 +150,7 @@ class Runner:
     def _body_program(self, tokens: int) -> Program:
         packed = jax.ShapeDtypeStruct((inputs.body_inputs_size(tokens, self.step.max_rows),), jnp.int32)
         function = partial(step.body, self.step, tokens=tokens)
-        return Program("body", tokens, function, (self.weights, self.kv, self.slots, packed), donate=(1, 2))
+        return Program("body", tokens, function, (self.weights, self._kv_like, self.slots, packed), donate=(1, 2))
 
     def _head_program(self, rows: int) -> Program:
         config = self.step.model.config
@@ -163,7 +165,7 @@ class Runner:
 
     def _copy_program(self) -> Program:
         pages = jax.ShapeDtypeStruct((_COPIES,), jnp.int32)
-        return Program("copy_pages", _COPIES, kv_cache.copy_pages, (self.kv, pages, pages), donate=(0,))
+        return Program("copy_pages", _COPIES, kv_cache.copy_pages, (self._kv_like, pages, pages), donate=(0,))
 
 
 def _wait_for(dispatched: list[StepHandle]) -> None:
