@@ -221,7 +221,6 @@ def _buckets(config: EngineConfig, backend: str, dtype: jnp.dtype) -> tuple[bool
 
 
 def _progress(done: int, total: int, name: str) -> None:
-    """One line that rewrites itself on a terminal."""
-    if sys.stderr.isatty():
-        end = "\n" if done == total else ""
-        print(f"\rcompiling {done}/{total} {name:<24}", end=end, file=sys.stderr, flush=True)
+    """One line that rewrites itself on a terminal, a line for each program elsewhere."""
+    start, end = ("\r", "\n" if done == total else "") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}jaxserve: compiled {done}/{total} {name:<24}", end=end, file=sys.stderr, flush=True)

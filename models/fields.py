@@ -1,9 +1,10 @@
 """Checked reading of a `config.json`, and the errors that a checkpoint can cause. Knows no JAX."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from jaxserve.validation import nearest_name
 
 
 class CheckpointError(ValueError):
@@ -16,8 +17,8 @@ class UnsupportedModelError(CheckpointError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`" (did you mean X?)"` where one of `known` is close to `name`, otherwise the empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    match = nearest_name(name, known)
+    return f" (did you mean {match!r}?)" if match else ""
 
 
 @dataclass(frozen=True, kw_only=True)

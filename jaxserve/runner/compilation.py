@@ -50,6 +50,7 @@ class Compiler:
         self._warm = False
         self._executables: dict[tuple[str, int], jax.stages.Compiled] = {}
         self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
         self._prefetched: dict[tuple[str, int], jax.stages.Compiled | None] = {}
         self._building: dict[tuple[str, int], threading.Lock] = {}
 
@@ -69,7 +70,9 @@ class Compiler:
         return dict(self._executables)
 
     def clear(self) -> None:
-        """Forget the executables."""
+        """Forget the executables, those that are being loaded too."""
+        for thread in self._threads:
+            thread.join()
         self._executables.clear()
         self._prefetched.clear()
 
@@ -96,7 +99,9 @@ class Compiler:
     def prefetch(self, program: Program) -> None:
         """Load a program in the background if an earlier process has compiled it; `get` waits for it."""
         if self.cache_dir is not None:
-            threading.Thread(target=self._prefetch, args=(program,), name="jaxserve-prefetch").start()
+            thread = threading.Thread(target=self._prefetch, args=(program,), name="jaxserve-prefetch")
+            thread.start()
+            self._threads.append(thread)
 
     def _prefetch(self, program: Program) -> None:
         with self._lock_of(program):

@@ -86,6 +86,9 @@ class Runner:
                 ),
                 self.weights,
             )
+        # Programs are described by shapes: the arrays themselves are donated while another thread may be tracing.
+        like = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if mesh else None)
+        self._weights_like, self._slots_like = jax.tree.map(like, (self.weights, self.slots))
         self._kv_like = kv_cache.abstract(layout, num_pages, mesh)
         # Nearly every workload has a prompt that fills a step; loading that program takes seconds.
         self.compiler.prefetch(self._body_program(buckets.tokens[-1]))
@@ -150,18 +153,22 @@ class Runner:
     def _body_program(self, tokens: int) -> Program:
         packed = jax.ShapeDtypeStruct((inputs.body_inputs_size(tokens, self.step.max_rows),), jnp.int32)
         function = partial(step.body, self.step, tokens=tokens)
-        return Program("body", tokens, function, (self.weights, self._kv_like, self.slots, packed), donate=(1, 2))
+        return Program(
+            "body", tokens, function, (self._weights_like, self._kv_like, self._slots_like, packed), donate=(1, 2)
+        )
 
     def _head_program(self, rows: int) -> Program:
         config = self.step.model.config
-        hidden = jax.ShapeDtypeStruct((self.step.max_rows, config.hidden_size), self.weights.embed.dtype)
+        hidden = jax.ShapeDtypeStruct((self.step.max_rows, config.hidden_size), self._weights_like.embed.dtype)
         row_slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
         function = partial(step.head, self.step)
-        return Program("head", rows, function, (self.weights, self.slots, hidden, row_slots), donate=(1,))
+        return Program("head", rows, function, (self._weights_like, self._slots_like, hidden, row_slots), donate=(1,))
 
     def _admit_program(self) -> Program:
         size = slots.packed_admission_size(self.max_len, self.max_pages)
-        return Program("admit", 1, slots.admit, (self.slots, jax.ShapeDtypeStruct((size,), jnp.int32)), donate=(0,))
+        return Program(
+            "admit", 1, slots.admit, (self._slots_like, jax.ShapeDtypeStruct((size,), jnp.int32)), donate=(0,)
+        )
 
     def _copy_program(self) -> Program:
         pages = jax.ShapeDtypeStruct((_COPIES,), jnp.int32)
