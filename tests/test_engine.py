@@ -583,7 +583,7 @@ def test_ten_engines_in_a_row_give_everything_back():
     """Closed or dropped, idle or in the middle of its work: arrays, memory and threads are given back."""
     sizes = []
     for index in range(10):
-        engine = tiny_engine("float32")
+        engine = tiny_engine("float32", num_pages=4096)  # large, so that a lost pool stands out from what JAX keeps
         pages = sum(layer.pages.nbytes for layer in engine.runner.kv) / 2**20
         one(engine, PROMPT)
         parts = [weakref.ref(part) for part in (engine, engine.runner, engine.scheduler, engine.runner.compiler)]

@@ -95,7 +95,7 @@ def test_goldens_notice_a_wrong_configuration(name, change, load):
 
 
 def test_layers_of_one_structure_share_a_graph_definition():
-    first, second, third = (nnx.split(layer)[0] for layer in abstract_decoder(TINY, jnp.float32).layers)
+    first, second, third = (nnx.split(layer)[0] for layer in abstract_decoder(TINY).layers)
     assert first == second
     assert hash(first) == hash(second)
     assert first != third  # it has a window

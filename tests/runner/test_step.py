@@ -112,6 +112,7 @@ def test_no_buffer_reaches_the_device_twice(engine, monkeypatch):
         return call
 
     monkeypatch.setattr(runner.compiler, "get", recording_get)
+    monkeypatch.setattr(runner.compiler, "get_all", lambda programs: [recording_get(program) for program in programs])
     run(engine, [(list(range(1, 20)), SamplingParams(max_tokens=6, n=2, temperature=0.5, seed=1))] * 2)
     assert len(buffers) > 15
     for index, buffer in enumerate(buffers):
