@@ -1,5 +1,6 @@
 """From options to the parts of an engine: model, memory plan, scheduler, runner; each check before its cost."""
 
+import logging
 import math
 import sys
 from collections import Counter
@@ -28,6 +29,8 @@ from jaxserve.runner.runner import Runner
 from jaxserve.scheduler.buckets import ROW_MULTIPLE, Buckets
 from jaxserve.scheduler.scheduler import Scheduler, StepPlan
 from jaxserve.text.tokenizer import Tokenizer
+
+_log = logging.getLogger("jaxserve")
 
 
 class Parts(NamedTuple):
@@ -98,6 +101,7 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         model.dtype,
     )
     plan = _plan_memory(config, model, layout, wanted_len)
+    _log.info("%s", plan)
     max_len = _fit_length(config, wanted_len, plan)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_len:
         raise ValueError(
