@@ -44,9 +44,10 @@ class LLM:
         """
         results: dict[str, RequestOutput] = {}
         for delta in self.stream(prompts, sampling_params):
-            results[delta.request_id].extend(delta) if delta.request_id in results else results.setdefault(
-                delta.request_id, delta
-            )
+            if delta.request_id in results:
+                results[delta.request_id].extend(delta)
+            else:
+                results[delta.request_id] = delta
         return [results[request_id] for request_id in sorted(results, key=int)]
 
     @no_type_check

@@ -298,14 +298,10 @@ class Scheduler:
         needed = -(-num_tokens // self.page_size) - len(shared)
         room = self.pool.num_free - self.pool.num_unowned(shared) - needed
         # Itself included: it may need a copy of a shared page, or the page of its first new token.
-        if room < len(self.running) + (1 if self.running else 0):
+        if room < (len(self.running) + 1 if self.running else 0):
             return False
         self.pool.share(shared)
-        pages = self.pool.allocate(needed)
-        if pages is None:
-            self.pool.release(shared)
-            return False
-        self._start(request, plan, [*shared, *pages], num_computed, write_start)
+        self._start(request, plan, [*shared, *self.pool.allocate(needed)], num_computed, write_start)
         return True
 
     def _known_prefix(self, request: Request) -> tuple[list[int], int, int]:
