@@ -10,6 +10,7 @@ from jaxserve.validation import check_names, is_integer, is_number, nearest_name
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "reference", "xla")
 COMPILE_MODES = ("lazy", "warmup")
+GENERATION_CONFIGS = ("auto", "none")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -40,6 +41,8 @@ class EngineConfig:
         attention_backend: which implementation of paged attention.
         deterministic: results do not depend on what else is in the batch. `auto` is True where that is proven
             for this backend, dtype and JAX version and confirmed by a test at start.
+        generation_config: `auto` takes the parameters of requests that bring none from the model's
+            generation_config.json, `none` from SamplingParams alone.
         seed: what requests without a seed of their own derive theirs from.
         compile: `lazy` compiles a shape when it is first used, `warmup` all of them at start.
         compilation_cache_dir: None is a folder in the cache folder, "" switches the persistent cache off.
@@ -60,6 +63,7 @@ class EngineConfig:
     async_scheduling: bool = True
     attention_backend: str = "auto"
     deterministic: bool | str = "auto"
+    generation_config: str = "auto"
     seed: int = 0
     compile: str = "lazy"
     compilation_cache_dir: str | None = None
@@ -73,6 +77,7 @@ class EngineConfig:
                 self._positive(name)
         self._one_of("dtype", DTYPES)
         self._one_of("compile", COMPILE_MODES)
+        self._one_of("generation_config", GENERATION_CONFIGS)
         self._one_of("attention_backend", ATTENTION_BACKENDS)
         self._one_of("page_size", PAGE_SIZES)
         self._one_of("deterministic", ("auto", True, False))

@@ -10,29 +10,26 @@ One step, with host work overlapped (`async_scheduling`):
 from collections.abc import Sequence
 from typing import NamedTuple, no_type_check
 
-import numpy as np
-
 from jaxserve import startup
 from jaxserve.config import EngineConfig
+from jaxserve.input_processor import Prompt
 from jaxserve.models.decoder import Decoder
-from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxserve.request import Request, RequestGroup, RequestState
+from jaxserve.output_processor import OutputProcessor, WantedRows, wanted_rows
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.request import RequestGroup, RequestState
 from jaxserve.runner.inputs import Run
 from jaxserve.runner.runner import StepHandle, StepResult
 from jaxserve.runner.slots import pack_admission
-from jaxserve.sampling_params import SamplingParams, child_seed
-from jaxserve.scheduler.scheduler import PlanEntry, StepPlan
-from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.scheduler import Admission, PlanEntry, StepPlan
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.validation import is_integer
-
-Prompt = str | Sequence[int] | np.ndarray | dict
 
 
 class InFlight(NamedTuple):
     """A step that has been dispatched and not been processed."""
 
     plan: StepPlan
+    wanted: WantedRows
     handle: StepHandle
 
 
@@ -62,60 +59,37 @@ class Engine:
         self.memory_plan = parts.memory_plan
         self.scheduler = parts.scheduler
         self.runner = parts.runner
+        self._inputs = parts.input_processor
+        self._outputs = OutputProcessor(self.tokenizer)
         self._groups: dict[str, RequestGroup] = {}
-        self._detokenizers: dict[Request, IncrementalDetokenizer] = {}
         self._in_flight: InFlight | None = None
-        self._arrivals = 0
         self._planned: StepPlan | None = None
         self._pending: list[RequestOutput] = []  # what the next `step` returns
         self._counters = startup.Counters()
 
     # ---- requests ---------------------------------------------------------------------------------------
 
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets: the model's `generation_config.json`, if the option says so."""
+        return self._inputs.defaults
+
     @no_type_check  # it checks itself: the tests' type checker would come first with another error
-    def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
-    ) -> None:
-        """Queue a request. `prompt` is text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}.
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Queue a request. `prompt` is text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may
+        hold a "cache_salt" too.
 
         Raises ValueError, naming field, value and rule, for anything that the engine could not honour.
         """
         self._check_open()
-        params = SamplingParams() if params is None else params
         if not isinstance(request_id, str) or request_id in self._groups:
             raise ValueError(f"request_id={request_id!r}: request_id must be a string that no running request has")
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r}: params must be a SamplingParams")
-        if not is_integer(priority):
-            raise ValueError(f"priority={priority!r}: priority must be an integer")
-        text, ids = self._prompt(prompt)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        limit = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
-        stops = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops.update(self.model_config.eos_token_ids)
-        self._arrivals += 1
-        seed = params.seed if params.seed is not None else child_seed(self.config.seed, self._arrivals)
-        group = RequestGroup(request_id, text, ids, params, [])
-        for index in range(params.n):
-            request = Request(
-                request_id=request_id,
-                index=index,
-                prompt_token_ids=ids,
-                params=params,
-                seed=child_seed(seed, index),
-                arrival=self._arrivals * 2**10 + index,
-                max_total_tokens=min(limit, self.max_model_len),
-                stop_token_ids=frozenset(stops),
-                priority=priority,
-                fork_of=group.branches[0] if index else None,
-            )
-            group.branches.append(request)
-            if self.tokenizer is not None:
-                self._detokenizers[request] = IncrementalDetokenizer(self.tokenizer)
+        group = self._inputs.build(request_id, prompt, params)
+        for request in group.branches:
+            self._outputs.add(request)
             self.scheduler.add(request)
         self._groups[request_id] = group
-        self._counters.prompt_tokens += len(ids)
+        self._counters.prompt_tokens += len(group.prompt_token_ids)
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free at once. An unknown or finished id is ignored."""
@@ -127,40 +101,6 @@ class Engine:
         """Whether `step` has anything left to do or to report."""
         return bool(self._groups or self._pending)
 
-    @no_type_check
-    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-                raise ValueError(f"prompt: keys {list(prompt)}: must be either 'prompt' or 'prompt_token_ids'")
-            [(key, prompt)] = prompt.items()
-            if isinstance(prompt, str) != (key == "prompt"):
-                raise ValueError(f"{key}: {type(prompt).__name__}: 'prompt' must be text, 'prompt_token_ids' token ids")
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None:
-            if self.tokenizer is None:
-                raise ValueError("prompt: text needs a tokenizer, and this engine has none; give token ids")
-            ids = self.tokenizer.encode(text)
-        elif _is_sequence(prompt):
-            ids = [int(i) if isinstance(i, np.integer) else i for i in prompt]
-        else:
-            raise ValueError(f"prompt: {type(prompt).__name__}: must be text or a sequence of token ids")
-        self._check_ids("prompt_token_ids", ids)
-        if not ids:
-            raise ValueError("prompt: it holds no tokens: it must hold at least one")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"prompt: {len(ids)} tokens: must be fewer than max_model_len={self.max_model_len}, "
-                "which counts prompt and output together"
-            )
-        return text, ids
-
-    @no_type_check
-    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
-        vocab = self.model_config.vocab_size
-        wrong = [i for i in ids if not is_integer(i) or not 0 <= i < vocab]
-        if wrong:
-            raise ValueError(f"{field}: {wrong[:8]}: must be integers from 0 to {vocab - 1}, the model's vocabulary")
-
     # ---- the loop ---------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
@@ -168,41 +108,53 @@ class Engine:
         self._check_open()
         plan, self._planned = self._planned or self.scheduler.schedule(), None
         arrived, self._in_flight = self._in_flight, None
-        if plan and arrived is not None and not self.runner.is_compiled(plan.num_tokens, plan.num_sampled):
+        if plan and arrived is not None and not self._is_compiled(plan):
             self._planned = plan  # nobody's token waits for a compilation: the next call dispatches it
         elif plan:
-            dispatched = InFlight(plan, self._dispatch(plan))
+            dispatched = self._dispatch(plan)
             if self.config.async_scheduling:
                 self._in_flight = dispatched
             else:
                 arrived = dispatched
         if arrived is not None:
-            self._process(arrived.plan, arrived.handle.result())
+            self._process(arrived.plan, arrived.wanted, arrived.handle.result())
         outputs, self._pending = self._pending, []
         return outputs
 
-    def _dispatch(self, plan: StepPlan) -> StepHandle:
-        for a in plan.admissions:
-            self.runner.admit(
-                pack_admission(
-                    a.slot,
-                    a.token_ids,
-                    a.pages,
-                    a.num_computed,
-                    a.write_start,
-                    a.request.params,
-                    a.request.seed,
-                    self.runner.max_len,
-                    self.runner.max_pages,
-                )
-            )
+    def _is_compiled(self, plan: StepPlan) -> bool:
+        return self.runner.is_compiled(plan.num_tokens, plan.num_sampled, plan.only_greedy)
+
+    def _dispatch(self, plan: StepPlan) -> InFlight:
+        for admission in plan.admissions:
+            self._admit(admission)
         if plan.copies:
             self.runner.copy_pages(plan.copies)
         runs = [Run(entry.slot, entry.start, entry.count, entry.sample) for entry in plan.entries]
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
-        return self.runner.run(runs, plan.new_pages)
+        wanted = wanted_rows(plan)
+        extras = {"greedy": plan.only_greedy, "scores": wanted.scores, "whole": wanted.whole}
+        return InFlight(plan, wanted, self.runner.run(runs, plan.new_pages, **extras))
 
-    def _process(self, plan: StepPlan, result: StepResult) -> None:
+    def _admit(self, a: Admission) -> None:
+        request = a.request
+        packed = pack_admission(
+            a.slot,
+            a.token_ids,
+            a.pages,
+            a.num_computed,
+            a.write_start,
+            request.params,
+            request.seed,
+            request.num_prompt_tokens,
+            request.tables,
+            self.runner.max_len,
+            self.runner.max_pages,
+        )
+        self.runner.admit(packed)
+        if request.tables is not None:
+            self.runner.set_tables(a.slot, request.tables)
+
+    def _process(self, plan: StepPlan, wanted: WantedRows, result: StepResult) -> None:
         """Hand each entry's result to its request and note what is new."""
         new: dict[str, list[CompletionOutput]] = {}
         row = sampled_row = 0
@@ -211,15 +163,18 @@ class Engine:
             finite = bool(result.finite[row : row + entry.count].all())
             row += entry.count
             token = int(result.tokens[sampled_row]) if entry.sample else None
+            if finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
+                self._outputs.score(request, wanted.prompts[request], result)
+            ended = request.finish_reason
             took = self.scheduler.complete(entry, token, finite)
             if took:
-                new.setdefault(request.request_id, []).append(self._output(entry, token, result, sampled_row))
+                whole = wanted.sampled_whole.get(request, -1)
+                new.setdefault(request.request_id, []).append(self._output(entry, token, result, sampled_row, whole))
             elif request.finish_reason == "error":
-                group = self._groups.get(request.request_id)
-                if group is not None and request in group.branches:  # not a later request of the same id
-                    # Branches share the prompt's pages: what went wrong in one is wrong in all that still run.
-                    ended = [delta for delta in new.pop(request.request_id, ()) if delta.finish_reason is not None]
-                    self._end(group, "error", request.error, ended)
+                self._fail(entry, new)
+            elif request.finish_reason != ended:  # nothing was to be sampled
+                output = CompletionOutput(request.index, finish_reason=request.finish_reason)
+                new.setdefault(request.request_id, []).append(output)
             sampled_row += entry.sample
         self._pending += [
             self._report(self._groups[request_id], deltas)
@@ -227,51 +182,38 @@ class Engine:
             if request_id in self._groups
         ]
 
-    def _output(self, entry: PlanEntry, token: int, result: StepResult, row: int) -> CompletionOutput:
+    def _fail(self, entry: PlanEntry, new: dict[str, list[CompletionOutput]]) -> None:
+        """End all branches of a request of which one failed."""
+        request = entry.request
+        group = self._groups.get(request.request_id)
+        if group is not None and request in group.branches:  # not a later request of the same id
+            # Branches share the prompt's pages: what went wrong in one is wrong in all that still run.
+            ended = [delta for delta in new.pop(request.request_id, ()) if delta.finish_reason is not None]
+            self._end(group, "error", request.error, ended)
+
+    def _output(self, entry: PlanEntry, token: int, result: StepResult, row: int, whole: int) -> CompletionOutput:
         request = entry.request
         self._counters.generation_tokens += 1
-        output = CompletionOutput(
-            request.index,
-            token_ids=[token],
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-        )
-        detokenizer = self._detokenizers.get(request)
-        if detokenizer is not None:
-            if request.finish_reason != "stop":  # the token that stops is not part of the text
-                output.text = detokenizer.push([token])
-            if request.finish_reason is not None:
-                output.text += detokenizer.flush()
-        if request.params.logprobs is not None:
-            output.logprobs = [self._logprobs(request.params.logprobs, token, result.logprobs, row)]
-            output.cumulative_logprob = output.logprobs[0][token].logprob
+        output = self._outputs.completion(request, token, result, row, whole)
+        if output.finish_reason is not None and request.state is not RequestState.FINISHED:
+            self.scheduler.finish(request)  # a stop string: known only now
         return output
-
-    def _logprobs(self, count: int, token: int, logprobs, row: int) -> dict[int, Logprob]:
-        text = (lambda i: self.tokenizer.token_text(i)) if self.tokenizer is not None else (lambda i: "")
-        found = {token: Logprob(float(logprobs.token_logprob[row]), int(logprobs.rank[row]), text(token))}
-        top = zip(logprobs.top_ids[row, :count].tolist(), logprobs.top_logprobs[row, :count].tolist(), strict=True)
-        for rank, (token_id, logprob) in enumerate(top, 1):
-            found.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
-        return found
 
     def _report(self, group: RequestGroup, deltas: list[CompletionOutput]) -> RequestOutput:
         """Wrap what is new; forget the request if that was the last of it."""
         for delta in deltas:
             if delta.finish_reason is not None:
-                self._detokenizers.pop(group.branches[delta.index], None)
+                self._outputs.forget(group.branches[delta.index])
                 self._counters.finished[delta.finish_reason] += 1
-        finished = group.finished
+        finished, first = group.finished, group.branches[0]
         if finished:
             del self._groups[group.request_id]
-        return RequestOutput(
-            group.request_id,
-            group.prompt,
-            group.prompt_token_ids,
-            deltas,
-            finished,
-            group.branches[0].num_cached_tokens,
+        output = RequestOutput(
+            group.request_id, group.prompt, group.prompt_token_ids, deltas, finished, first.num_cached_tokens
         )
+        if first.prompt_logprobs is not None and first.next_to_score is None:
+            output.prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, None  # reported once
+        return output
 
     def _end(self, group: RequestGroup, reason: str, error: str | None, ended: Sequence[CompletionOutput] = ()) -> None:
         """End every branch that still runs; reported by the next `step`, with `ended` (not reported so far)."""
@@ -282,8 +224,7 @@ class Engine:
             elif not (reason == "error" and branch.error is not None):
                 continue
             branch.finish_reason, branch.error = reason, error
-            detokenizer = self._detokenizers.get(branch)
-            text = detokenizer.flush() if detokenizer is not None else ""
+            text = self._outputs.flush(branch)
             deltas.append(CompletionOutput(branch.index, text=text, finish_reason=reason, error=error))
         self._pending.append(self._report(group, deltas))
 
@@ -316,7 +257,7 @@ class Engine:
         """Give back the device's memory. The engine cannot be used afterwards; closing twice is fine."""
         self._groups.clear()
         self._pending.clear()
-        self._detokenizers.clear()
+        self._outputs.clear()
         self._planned = self._in_flight = None
         self.runner.close()
 
@@ -329,9 +270,3 @@ class Engine:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-def _is_sequence(prompt: object) -> bool:
-    if isinstance(prompt, np.ndarray):
-        return prompt.ndim == 1
-    return isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview)

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import no_type_check
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine, Prompt
+from jaxserve.engine import Engine
+from jaxserve.input_processor import Prompt
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 

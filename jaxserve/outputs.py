@@ -17,7 +17,7 @@ class CompletionOutput:
     """One of the `n` continuations of a request.
 
     finish_reason: None while it runs; "stop" (end of sequence or a stop token), "length", "abort" or "error".
-    stop_reason: the stop token id that ended it, None for the model's own end of sequence.
+    stop_reason: the stop token id or the stop string that ended it, None for the model's own end of sequence.
     logprobs: one dict per token, {token id: Logprob}, the sampled token first; None if not asked for.
     error: what went wrong, if finish_reason is "error".
     """
@@ -50,6 +50,8 @@ class RequestOutput:
     """The state of a request, or what one step added to it (from `Engine.step`).
 
     num_cached_tokens: prompt tokens that came from the prefix cache.
+    prompt_logprobs: one dict per prompt token, {token id: Logprob}, the token itself first; None for the first token
+        and for those before `prompt_logprobs_start`. None if not asked for; reported once, when all are there.
     """
 
     request_id: str
@@ -58,6 +60,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def extend(self, delta: "RequestOutput") -> None:
         """Append what a later step added; `outputs` stay sorted by index."""
@@ -69,3 +72,5 @@ class RequestOutput:
                 self.outputs.append(output)
         self.outputs.sort(key=lambda output: output.index)
         self.finished, self.num_cached_tokens = delta.finished, delta.num_cached_tokens
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs

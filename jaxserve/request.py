@@ -13,6 +13,8 @@ from enum import Enum, auto
 from time import monotonic
 
 from jaxserve.cache.block_pool import page_hash
+from jaxserve.outputs import Logprob
+from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -43,6 +45,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     fork_of: "Request | None" = None
+    tables: LogitsTables | None = None
     arrival_time: float = field(default_factory=monotonic)
 
     state: RequestState = RequestState.WAITING
@@ -58,12 +61,26 @@ class Request:
     steps_in_flight: int = 0
     num_admissions: int = 0
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of the tokens scored so far; None: not asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
 
     def __post_init__(self):
         self.token_ids = list(self.prompt_token_ids)
+        if self.params.prompt_logprobs is not None and self.index == 0:
+            self.prompt_logprobs = [None] * min(max(self.params.prompt_logprobs_start, 1), len(self.token_ids))
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether no token is sampled (max_tokens=0): the request ends when its prompt is computed."""
+        return self.max_total_tokens <= len(self.prompt_token_ids)
+
+    @property
+    def next_to_score(self) -> int | None:
+        """The position of the first prompt token whose log-probability is still to come, or None."""
+        scored = self.prompt_logprobs
+        return None if scored is None or len(scored) >= len(self.prompt_token_ids) else len(scored)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -81,7 +98,7 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Tokens whose keys and values are still to be computed; 0 if the last token that is allowed exists."""
-        if self.num_tokens >= self.max_total_tokens:
+        if self.num_tokens >= self.max_total_tokens and not self.only_scores:
             return 0
         return self.num_tokens - self.num_computed
 

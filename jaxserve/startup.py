@@ -16,9 +16,16 @@ from jaxserve.cache.block_pool import BlockPool
 from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.cache.memory import CPU_TOKENS_PER_REQUEST, MemoryPlan, device_memory, plan_memory
 from jaxserve.checkpoint.demo_model import demo_model_folder
-from jaxserve.checkpoint.hugging_face import dtype_of, load_hugging_face, read_config, resolve_model
+from jaxserve.checkpoint.hugging_face import (
+    dtype_of,
+    load_hugging_face,
+    read_config,
+    read_generation_defaults,
+    resolve_model,
+)
 from jaxserve.checkpoint.model_cache import converted_gguf
 from jaxserve.config import EngineConfig
+from jaxserve.input_processor import InputProcessor
 from jaxserve.kernels_pallas.paged_attention import choose_attention
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
@@ -26,6 +33,8 @@ from jaxserve.models.sharding import check_mesh
 from jaxserve.models.weights import decoder_leaves
 from jaxserve.runner import determinism
 from jaxserve.runner.runner import Runner
+from jaxserve.sampling.processing import bytes_per_slot
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import ROW_MULTIPLE, Buckets
 from jaxserve.scheduler.scheduler import Scheduler, StepPlan
 from jaxserve.text.tokenizer import Tokenizer
@@ -43,6 +52,7 @@ class Parts(NamedTuple):
     memory_plan: MemoryPlan
     scheduler: Scheduler
     runner: Runner
+    input_processor: InputProcessor
 
 
 class Model(NamedTuple):
@@ -52,6 +62,7 @@ class Model(NamedTuple):
     dtype: jnp.dtype
     tokenizer: Tokenizer | None
     load: Callable[[], Decoder]
+    defaults: SamplingParams = SamplingParams()
 
 
 @dataclass
@@ -137,7 +148,8 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
     )
     if config.compile == "warmup":
         runner.warm_up(_progress)
-    return Parts(model.tokenizer, model.config, max_len, deterministic, plan, scheduler, runner)
+    inputs = InputProcessor(model.config, model.tokenizer, max_len, seed=config.seed, defaults=model.defaults)
+    return Parts(model.tokenizer, model.config, max_len, deterministic, plan, scheduler, runner, inputs)
 
 
 def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:
@@ -163,7 +175,16 @@ def _named(config: EngineConfig, tokenizer: Tokenizer | None) -> Model:
         tokenizer = Tokenizer.from_folder(text_folder, vocab_size=model_config.vocab_size)
     dtype = dtype_of(model_config, config.dtype)
     load = lambda: load_hugging_face(folder, dtype=dtype, max_model_len=config.max_model_len, mesh=config.mesh)
-    return Model(model_config, dtype, tokenizer, load)
+    return Model(model_config, dtype, tokenizer, load, _defaults(config, folder))
+
+
+def _defaults(config: EngineConfig, folder: Path) -> SamplingParams:
+    """The parameters of requests that bring none."""
+    values = read_generation_defaults(folder) if config.generation_config == "auto" else {}
+    try:
+        return SamplingParams.from_dict(values)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'generation_config.json'}: {error}; generation_config='none' ignores it") from None
 
 
 def _folder(name: str) -> Path:
@@ -186,6 +207,7 @@ def _plan_memory(config: EngineConfig, model: Model, layout: KVLayout, longest: 
     rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
     widest = 4 * (model.config.hidden_size + 2 * model.config.intermediate_size)
     workspace = 4 * rows * model.config.vocab_size * 3 + 4 * tokens * widest
+    workspace += rows * bytes_per_slot(model.config.vocab_size)
     device = jax.local_devices()[0]
     return plan_memory(
         layout,

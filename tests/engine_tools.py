@@ -47,7 +47,8 @@ Requests = list[tuple[list[int] | str, SamplingParams]]
 
 
 def requests_for(vocab: int, count: int, seed: int = 0, longest: int = 150, max_tokens: int = 20) -> Requests:
-    """Greedy and seeded requests of many lengths; every fourth has three branches, some share a prefix."""
+    """Greedy and seeded requests of many lengths; every fourth has three branches, some share a prefix, some have
+    penalties, masks and prompt log-probabilities."""
     source = random.Random(seed)
     shared = [source.randrange(vocab) for _ in range(longest)]
     requests = []
@@ -65,6 +66,12 @@ def requests_for(vocab: int, count: int, seed: int = 0, longest: int = 150, max_
             max_tokens=source.randint(1, max_tokens),
             logprobs=2,
             n=3 if index % 4 == 2 else 1,
+            repetition_penalty=1.3 if index % 6 == 1 else 1.0,
+            frequency_penalty=0.5 if index % 8 == 2 else 0.0,
+            presence_penalty=-0.5 if index % 10 == 3 else 0.0,
+            logit_bias={index: 5.0, 7: -100.0} if index % 7 == 5 else None,
+            allowed_token_ids=list(range(3, vocab, 2)) if index % 11 == 6 else None,
+            prompt_logprobs=2 if index % 9 == 4 else None,
         )
         requests.append((prompt, params))
     return requests
@@ -95,6 +102,7 @@ def assert_same(results: list[RequestOutput], expected: list[RequestOutput]) -> 
     """Token ids, log-probabilities (every bit), ranks and finish reasons are equal."""
     assert len(results) == len(expected)
     for index, (result, want) in enumerate(zip(results, expected, strict=True)):
+        assert result.prompt_logprobs == want.prompt_logprobs, f"request {index}"
         for branch, other in zip(result.outputs, want.outputs, strict=True):
             where = f"request {index}, branch {branch.index}"
             assert branch.token_ids == other.token_ids, where

@@ -57,7 +57,7 @@ def engine(shared):
 def assert_idle(engine):
     engine.check_integrity()
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
-    assert (engine._groups, engine._detokenizers, engine._pending) == ({}, {}, [])
+    assert (engine._groups, engine._outputs._texts, engine._pending) == ({}, {}, [])
     assert not engine.scheduler.has_unfinished()
 
 
@@ -124,9 +124,18 @@ WRONG_REQUESTS = [
     ({"params": {"max_tokens": 3}}, "^params=.*: params must be a SamplingParams"),
     ({"params": 3}, "^params=3"),
     ({"params": SamplingParams(stop_token_ids=(5, 300))}, r"^stop_token_ids: \[300\]: must be integers from 0 to 299"),
-    ({"priority": 1.5}, "^priority=1.5: priority must be an integer"),
-    ({"priority": True}, "^priority=True"),
-    ({"priority": None}, "^priority=None"),
+    ({"params": SamplingParams(logit_bias={"191222": -100})}, r"^logit_bias: \[191222\]: must be integers from 0"),
+    ({"params": SamplingParams(allowed_token_ids=[1, 300])}, r"^allowed_token_ids: \[300\]"),
+    (
+        {"params": SamplingParams(bad_words=["word" * 20])},
+        "^bad_words=.*: bad_words must be texts of at most 16 tokens",
+    ),
+    ({"params": SamplingParams(allowed_token_ids=[7], min_tokens=1)}, "^allowed_token_ids=.*: .* other than the stop"),
+    ({"prompt": {"prompt": "a", "cache_salt": 3}}, "^cache_salt=3"),
+    (
+        {"prompt": [1] * 513, "params": SamplingParams(max_tokens=0)},
+        "^prompt: 513 tokens: must be at most max_model_len",
+    ),
 ]
 
 
@@ -138,7 +147,7 @@ def undisturbed(shared):
 def snapshot(engine):
     scheduler = engine.scheduler
     queues = [list(scheduler.running), list(scheduler.waiting), list(scheduler.preempted)]
-    return engine.stats(), engine._arrivals, dict(engine._groups), dict(engine._detokenizers), queues
+    return engine.stats(), engine._inputs._arrivals, dict(engine._groups), dict(engine._outputs._texts), queues
 
 
 def test_bad_requests_are_refused_and_disturb_nobody(engine):
@@ -148,12 +157,10 @@ def test_bad_requests_are_refused_and_disturb_nobody(engine):
     reports = [engine.step(), engine.step()]
     engine.add_request("waiting", PROMPT, LONG)
     for index, (wrong, message) in enumerate(WRONG_REQUESTS):
-        arguments = {"request_id": "bad", "prompt": [1, 2], "params": None, "priority": 0} | wrong
+        arguments = {"request_id": "bad", "prompt": [1, 2], "params": None} | wrong
         before = snapshot(engine)
         with pytest.raises(ValueError, match=message):
-            engine.add_request(
-                arguments["request_id"], arguments["prompt"], arguments["params"], priority=arguments["priority"]
-            )
+            engine.add_request(*arguments.values())
         assert snapshot(engine) == before, wrong
         if index % 4 == 3:
             reports.append(engine.step())
@@ -255,7 +262,7 @@ def test_stop_tokens_end_of_sequence_and_length(engine, monkeypatch):
     assert ends(stop_token_ids=(stop,), max_tokens=place) == (place, "length", None)
     unsaid = next(token for token in PROMPT if token not in tokens)
     assert ends(stop_token_ids=(unsaid,)) == (12, "length", None)  # what the prompt holds stops nothing
-    monkeypatch.setattr(engine, "model_config", replace(engine.model_config, eos_token_ids=(stop, 299)))
+    monkeypatch.setattr(engine._inputs, "model_config", replace(engine.model_config, eos_token_ids=(stop, 299)))
     assert ends(ignore_eos=False) == (place + 1, "stop", None)
     assert ends(ignore_eos=False, stop_token_ids=(stop,)) == (place + 1, "stop", stop)
     assert ends(ignore_eos=True) == (12, "length", None)

@@ -23,10 +23,27 @@ def test_defaults_are_vllms():
         ("top_p", [0, 0.0, 1.01, -1, math.nan, True]),
         ("min_p", [-0.01, 1.01, math.nan, False]),
         ("seed", [1.0, True, 2**63, -(2**63) - 1, "7"]),
-        ("max_tokens", [0, -1, 1.0, True]),
+        ("max_tokens", [-1, 1.0, True]),
         ("stop_token_ids", [3, [1.0], [-1], [True], "12", None]),
         ("ignore_eos", [1, None]),
-        ("logprobs", [-1, 21, 1.0, True]),
+        ("logprobs", [-2, 21, 1.0, True]),
+        ("prompt_logprobs", [-2, 21, 1.0, True]),
+        ("prompt_logprobs_start", [-1, 1.0, None]),
+        ("min_tokens", [-1, 17, 1.0, None]),
+        ("repetition_penalty", [0, -1, math.inf, True, None]),
+        ("presence_penalty", [-2.1, 2.1, math.nan, None]),
+        ("frequency_penalty", [-2.1, 2.1, "1", None]),
+        (
+            "logit_bias",
+            [{"a": 1}, {-1: 1}, {1.5: 1}, {1: 101}, {1: math.nan}, {1: None}, {True: 1}, {1: 1, "1": 2}, [1], 5],
+        ),
+        ("allowed_token_ids", [[], (), [-1], ["a"], [True], 5]),
+        ("bad_words", ["word", [""], ["  "], [3], 5, ["\ud800"]]),
+        ("stop", ["", [""], ["a", ""], [3], 5, "\ud800"]),
+        ("include_stop_str_in_output", [1, None]),
+        ("skip_special_tokens", [1, None]),
+        ("priority", [1.5, True, None, 2**63]),
+        ("cache_salt", [3, b"x", "\ud800"]),
         ("n", [0, 129, 1.0, True]),
     ],
 )
@@ -40,6 +57,7 @@ def test_wrong_values_are_refused_with_field_value_and_rule(field, values):
 def test_limits_are_accepted():
     SamplingParams(temperature=0, top_k=-1, top_p=1, min_p=1, seed=-(2**63), max_tokens=None, logprobs=0, n=128)
     SamplingParams(temperature=5, top_k=2**31 - 1, top_p=1e-9, seed=2**63 - 1, logprobs=20)
+    SamplingParams(max_tokens=0, logprobs=-1, prompt_logprobs=-1, min_tokens=0)
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
 
 

@@ -29,40 +29,44 @@ class Run(NamedTuple):
     sample: bool
 
 
-class BodyInputs(NamedTuple):
-    """Per query row its slot and its offset in the slot's run; the rows the head wants; table updates; tiles.
+class ScoreRow(NamedTuple):
+    """Wanted: the log-probability of `token` after query row `row` of the step, and of the `top` likeliest tokens."""
 
-    Padding: slot = num_slots, row = tokens - 1 (any), page index = max_pages (dropped).
+    row: int
+    token: int
+    top: int
+
+
+class BodyInputs(NamedTuple):
+    """Per query row its slot and its offset in the slot's run; table updates; tiles.
+
+    Padding: slot = num_slots.
     """
 
     token_slot: Int[Array, " tokens"]
     token_offset: Int[Array, " tokens"]
-    head_rows: Int[Array, " max_rows"]
     new_page_slot: Int[Array, " tokens"]
     new_page_index: Int[Array, " tokens"]
     new_page: Int[Array, " tokens"]
     work: WorkList
 
 
-def body_inputs_size(tokens: int, max_rows: int) -> int:
-    return 5 * tokens + max_rows + work_list_size(tokens)
+def body_inputs_size(tokens: int) -> int:
+    return 5 * tokens + work_list_size(tokens)
 
 
 def pack_body(
-    runs: Sequence[Run], new_pages: Sequence[tuple[int, int, int]], tokens: int, max_rows: int, num_slots: int
+    runs: Sequence[Run], new_pages: Sequence[tuple[int, int, int]], tokens: int, num_slots: int
 ) -> np.ndarray:
-    """The packed body inputs [body_inputs_size(tokens, max_rows)] of a step with at most `tokens` query rows."""
-    packed = np.zeros(body_inputs_size(tokens, max_rows), np.int32)
-    cuts = np.cumsum([tokens, tokens, max_rows, tokens, tokens, tokens])
-    slot, offset, head_rows, page_slot, page_index, page, work = np.split(packed, cuts)
+    """The packed body inputs [body_inputs_size(tokens)] of a step with at most `tokens` query rows."""
+    packed = np.zeros(body_inputs_size(tokens), np.int32)
+    slot, offset, page_slot, page_index, page, work = np.split(packed, np.cumsum([tokens] * 5))
     slot[:] = page_slot[:] = num_slots
     counts = np.array([run.count for run in runs], np.int32)
     ends = np.cumsum(counts, dtype=np.int32)
     used = int(ends[-1])
     slot[:used] = np.repeat(np.array([run.slot for run in runs], np.int32), counts)
     offset[:used] = np.arange(used, dtype=np.int32) - np.repeat(ends - counts, counts)
-    sampled = [int(end) - 1 for end, run in zip(ends, runs, strict=True) if run.sample]
-    head_rows[: len(sampled)] = sampled
     if new_pages:
         count = len(new_pages)
         page_slot[:count], page_index[:count], page[:count] = zip(*new_pages, strict=True)
@@ -73,17 +77,30 @@ def pack_body(
     return packed
 
 
-def unpack_body(packed: Int[Array, " size"], tokens: int, max_rows: int) -> BodyInputs:
+def unpack_body(packed: Int[Array, " size"], tokens: int) -> BodyInputs:
     """What `pack_body` packed, as arrays inside a jit."""
-    cuts = [int(cut) for cut in np.cumsum([0, tokens, tokens, max_rows, tokens, tokens, tokens])]
+    cuts = [tokens * part for part in range(6)]
     parts = [packed[start:end] for start, end in pairwise(cuts)]
     return BodyInputs(*parts, work=unpack_work_list(packed[cuts[-1] :], tokens))
 
 
-def pack_head(slots: Sequence[int], rows: int, num_slots: int) -> np.ndarray:
-    """The slots of the sampled rows, padded with `num_slots`."""
-    packed = np.full(rows, num_slots, np.int32)
-    packed[: len(slots)] = slots
+def pack_head(runs: Sequence[Run], rows: int, num_slots: int) -> np.ndarray:
+    """[2, rows]: query row and slot of each run that samples, padded with (0, num_slots)."""
+    packed = np.zeros((2, rows), np.int32)
+    packed[1] = num_slots
+    counts = np.array([run.count for run in runs], np.int32)
+    last = np.cumsum(counts, dtype=np.int32) - 1
+    sampled = [index for index, run in enumerate(runs) if run.sample]
+    packed[0, : len(sampled)] = last[sampled]
+    packed[1, : len(sampled)] = [runs[index].slot for index in sampled]
+    return packed
+
+
+def pack_score(scores: Sequence[ScoreRow], rows: int) -> np.ndarray:
+    """[3, rows]: row, token and number of likeliest tokens; padding asks for nothing."""
+    packed = np.zeros((3, rows), np.int32)
+    packed[2] = -1
+    packed[:, : len(scores)] = np.array(scores, np.int32).T
     return packed
 
 

@@ -17,35 +17,46 @@ from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Compiler, Program
-from jaxserve.runner.inputs import Run
+from jaxserve.runner.inputs import Run, ScoreRow
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import flatten
+from jaxserve.sampling.logprobs import Logprobs
+from jaxserve.sampling.tables import LogitsTables, packed_tables_size
+from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets
 
-MAX_LOGPROBS = 20
 _COPIES = 8  # page copies in one call; more take several calls
 
 
 class StepResult(NamedTuple):
-    """A step's results on the host. `finite` is per query row, the rest per sampled row."""
+    """A step's results on the host: `finite` per query row; `tokens` and `logprobs` (None after a greedy head) per
+    sampled row; `scores` and `whole` per row asked for."""
 
     finite: np.ndarray
     tokens: np.ndarray
-    logprobs: step.Logprobs
+    logprobs: Logprobs | None
+    scores: Logprobs | None
+    whole: np.ndarray | None  # [rows, vocab]
 
 
 class StepHandle(NamedTuple):
-    """A dispatched step: its arrays are on their way to the host."""
+    """A dispatched step: its arrays are on their way to the host. Scores come in parts of `step.SCORE_ROWS`."""
 
     finite: jax.Array
     sampled: step.Sampled | None
+    scores: list[Logprobs]
+    whole: list[jax.Array]
 
     def result(self) -> StepResult:
         """Wait for the step."""
-        if self.sampled is None:
-            return StepResult(np.asarray(self.finite), np.empty(0, np.int32), None)
-        tokens, chosen = self.sampled
-        return StepResult(np.asarray(self.finite), np.asarray(tokens), type(chosen)(*map(np.asarray, chosen)))
+        finite, sampled, scores, whole = jax.tree.map(np.asarray, self)
+        return StepResult(
+            finite,
+            np.empty(0, np.int32) if sampled is None else sampled.tokens,
+            None if sampled is None else sampled.logprobs,
+            Logprobs(*map(np.concatenate, zip(*scores, strict=True))) if scores else None,
+            np.concatenate(whole) if whole else None,
+        )
 
 
 class Runner:
@@ -70,10 +81,10 @@ class Runner:
         self.max_len = max_len
         self.max_pages = -(-max_len // layout.page_size)
         self.buckets = buckets
-        self.step = StepDefinition(definition, attention, buckets.rows[-1], MAX_LOGPROBS, mesh)
+        self.step = StepDefinition(definition, attention, buckets.tokens[-1], MAX_LOGPROBS, mesh)
         devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
         self.compiler = Compiler(cache_dir, devices)
-        self.slots = slots.allocate(num_slots, max_len, self.max_pages)
+        self.slots = slots.allocate(num_slots, max_len, self.max_pages, model.config.vocab_size)
         self._dispatched: list[StepHandle] = []  # the last step
         self._wait = weakref.finalize(self, _wait_for, self._dispatched)
         if mesh is not None:
@@ -100,35 +111,70 @@ class Runner:
         """Fill a slot with what `slots.pack_admission` packed."""
         self.slots = self.compiler.get(self._admit_program())(self.slots, packed)
 
+    def set_tables(self, slot: int, tables: LogitsTables) -> None:
+        """Give a slot its masks, biases and bad words."""
+        packed = tables.pack(slot, self.step.model.config.vocab_size)
+        self.slots = self.compiler.get(self._tables_program())(self.slots, packed)
+
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (from, to); a call reads all its sources before it writes."""
         for first in range(0, len(copies), _COPIES):
             sources, targets = inputs.pack_copies(copies[first : first + _COPIES], _COPIES, self.num_pages)
             self.kv = self.compiler.get(self._copy_program())(self.kv, sources, targets)
 
-    def is_compiled(self, num_tokens: int, num_rows: int) -> bool:
+    def is_compiled(self, num_tokens: int, num_rows: int, greedy: bool) -> bool:
         """Whether a step of this size runs at once."""
         body = "body", self.buckets.token_bucket(num_tokens)
-        head = ("head", self.buckets.row_bucket(num_rows)) if num_rows else body
+        head = (_head_name(greedy), self.buckets.row_bucket(num_rows)) if num_rows else body
         return {body, head} <= self.compiler.executables().keys()
 
-    def run(self, runs: Sequence[Run], new_pages: Sequence[tuple[int, int, int]]) -> StepHandle:
-        """Dispatch body and head for these runs; the results are read later with `StepHandle.result`."""
+    def run(
+        self,
+        runs: Sequence[Run],
+        new_pages: Sequence[tuple[int, int, int]],
+        *,
+        greedy: bool = False,
+        scores: Sequence[ScoreRow] = (),
+        whole: Sequence[int] = (),
+    ) -> StepHandle:
+        """Dispatch body and head for these runs; the results are read later with `StepHandle.result`.
+
+        `greedy`: no run wants more than the largest logit. `scores` are rows to score given tokens after, `whole`
+        are query rows after which the whole vocabulary's log-probabilities are wanted.
+        """
         tokens = self.buckets.token_bucket(sum(run.count for run in runs))
-        sampled_slots = [run.slot for run in runs if run.sample]
-        rows = self.buckets.row_bucket(max(len(sampled_slots), 1))
-        programs = [self._body_program(tokens), *([self._head_program(rows)] if sampled_slots else [])]
+        sampled_rows = sum(run.sample for run in runs)
+        rows = self.buckets.row_bucket(max(sampled_rows, 1))
+        programs = [self._body_program(tokens), *([self._head_program(rows, greedy)] if sampled_rows else [])]
         body, *head = self.compiler.get_all(programs)
-        packed = inputs.pack_body(runs, new_pages, tokens, self.step.max_rows, self.num_slots)
+        packed = inputs.pack_body(runs, new_pages, tokens, self.num_slots)
         self.kv, self.slots, hidden, finite = body(self.weights, self.kv, self.slots, packed)
         sampled = None
         if head:
-            row_slots = inputs.pack_head(sampled_slots, rows, self.num_slots)
-            self.slots, sampled = head[0](self.weights, self.slots, hidden, row_slots)
-        for array in jax.tree.leaves((finite, sampled)):
+            self.slots, sampled = head[0](
+                self.weights, self.slots, hidden, inputs.pack_head(runs, rows, self.num_slots)
+            )
+        handle = StepHandle(finite, sampled, self._score(hidden, scores), self._score_all(hidden, whole))
+        for array in jax.tree.leaves(handle):
             array.copy_to_host_async()
-        self._dispatched[:] = [StepHandle(finite, sampled)]
-        return self._dispatched[0]
+        self._dispatched[:] = [handle]
+        return handle
+
+    def _score(self, hidden: jax.Array, scores: Sequence[ScoreRow]) -> list[Logprobs]:
+        size, parts = step.SCORE_ROWS, []
+        for first in range(0, len(scores), size):
+            packed = inputs.pack_score(scores[first : first + size], size)
+            parts.append(self.compiler.get(self._score_program())(self.weights, hidden, packed))
+        return parts
+
+    def _score_all(self, hidden: jax.Array, rows: Sequence[int]) -> list[jax.Array]:
+        size, parts = step.SCORE_ROWS, []
+        for first in range(0, len(rows), size):
+            packed = np.zeros(size, np.int32)
+            some = rows[first : first + size]
+            packed[: len(some)] = some
+            parts.append(self.compiler.get(self._score_all_program())(self.weights, hidden, packed)[: len(some)])
+        return parts
 
     def close(self) -> None:
         """Wait for the step in flight, give back the pages and the slots, and forget weights and executables."""
@@ -143,26 +189,44 @@ class Runner:
     def programs(self) -> list[Program]:
         """Every program that the engine can ever run, the largest first."""
         bodies = [self._body_program(tokens) for tokens in reversed(self.buckets.tokens)]
-        heads = [self._head_program(rows) for rows in reversed(self.buckets.rows)]
-        return [*bodies, *heads, self._admit_program(), self._copy_program()]
+        heads = [self._head_program(rows, greedy) for rows in reversed(self.buckets.rows) for greedy in (False, True)]
+        small = [self._admit_program(), self._tables_program(), self._copy_program()]
+        return [*bodies, *heads, self._score_program(), self._score_all_program(), *small]
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
         """Compile every program; nothing compiles afterwards."""
         self.compiler.warm_up(self.programs(), progress)
 
     def _body_program(self, tokens: int) -> Program:
-        packed = jax.ShapeDtypeStruct((inputs.body_inputs_size(tokens, self.step.max_rows),), jnp.int32)
+        packed = jax.ShapeDtypeStruct((inputs.body_inputs_size(tokens),), jnp.int32)
         function = partial(step.body, self.step, tokens=tokens)
         return Program(
             "body", tokens, function, (self._weights_like, self._kv_like, self._slots_like, packed), donate=(1, 2)
         )
 
-    def _head_program(self, rows: int) -> Program:
-        config = self.step.model.config
-        hidden = jax.ShapeDtypeStruct((self.step.max_rows, config.hidden_size), self._weights_like.embed.dtype)
-        row_slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        function = partial(step.head, self.step)
-        return Program("head", rows, function, (self._weights_like, self._slots_like, hidden, row_slots), donate=(1,))
+    def _head_program(self, rows: int, greedy: bool) -> Program:
+        packed = jax.ShapeDtypeStruct((2, rows), jnp.int32)
+        function = partial(step.head, self.step, greedy=greedy)
+        arguments = self._weights_like, self._slots_like, self._hidden_like(), packed
+        return Program(_head_name(greedy), rows, function, arguments, donate=(1,))
+
+    def _hidden_like(self) -> jax.ShapeDtypeStruct:
+        shape = self.step.max_tokens, self.step.model.config.hidden_size
+        return jax.ShapeDtypeStruct(shape, self._weights_like.embed.dtype)
+
+    def _score_program(self) -> Program:
+        packed = jax.ShapeDtypeStruct((3, step.SCORE_ROWS), jnp.int32)
+        arguments = self._weights_like, self._hidden_like(), packed
+        return Program("score", step.SCORE_ROWS, partial(step.score, self.step), arguments, donate=())
+
+    def _score_all_program(self) -> Program:
+        rows = jax.ShapeDtypeStruct((step.SCORE_ROWS,), jnp.int32)
+        arguments = self._weights_like, self._hidden_like(), rows
+        return Program("score_all", step.SCORE_ROWS, step.score_all, arguments, donate=())
+
+    def _tables_program(self) -> Program:
+        packed = jax.ShapeDtypeStruct((packed_tables_size(self.step.model.config.vocab_size),), jnp.int32)
+        return Program("set_tables", 1, slots.set_tables, (self._slots_like, packed), donate=(0,))
 
     def _admit_program(self) -> Program:
         size = slots.packed_admission_size(self.max_len, self.max_pages)
@@ -173,6 +237,10 @@ class Runner:
     def _copy_program(self) -> Program:
         pages = jax.ShapeDtypeStruct((_COPIES,), jnp.int32)
         return Program("copy_pages", _COPIES, kv_cache.copy_pages, (self._kv_like, pages, pages), donate=(0,))
+
+
+def _head_name(greedy: bool) -> str:
+    return "greedy_head" if greedy else "head"
 
 
 def _wait_for(dispatched: list[StepHandle]) -> None:

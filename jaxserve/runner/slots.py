@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from jaxserve.sampling import processing
+from jaxserve.sampling.processing import Processing
 from jaxserve.sampling.sampler import SamplingRows
+from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams, seed_words
 
-_HEADER = 10  # int32 values in front of the token history in a packed admission
+_HEADER = 17  # int32 values in front of the token history in a packed admission
 
 
 class Slots(NamedTuple):
@@ -34,6 +37,7 @@ class Slots(NamedTuple):
     min_p: Float32[Array, " slots"]
     seed: UInt32[Array, "slots 2"]
     num_logprobs: Int32[Array, " slots"]
+    processing: Processing
 
     @property
     def num_slots(self) -> int:
@@ -52,8 +56,8 @@ class Slots(NamedTuple):
         )
 
 
-def allocate(num_slots: int, max_len: int, max_pages: int) -> Slots:
-    """Empty slots: all zeros."""
+def allocate(num_slots: int, max_len: int, max_pages: int, vocab: int) -> Slots:
+    """Empty slots."""
     row = lambda dtype, *shape: jnp.zeros((num_slots, *shape), dtype)
     return Slots(
         history=row(jnp.int32, max_len),
@@ -66,6 +70,7 @@ def allocate(num_slots: int, max_len: int, max_pages: int) -> Slots:
         min_p=row(jnp.float32),
         seed=row(jnp.uint32, 2),
         num_logprobs=row(jnp.int32),
+        processing=processing.allocate(num_slots, vocab),
     )
 
 
@@ -82,16 +87,27 @@ def pack_admission(
     write_start: int,
     params: SamplingParams,
     seed: int,
+    num_prompt_tokens: int,
+    tables: LogitsTables | None,
     max_len: int,
     max_pages: int,
 ) -> np.ndarray:
-    """Everything `admit` needs, as one int32 buffer; floats by their bits."""
+    """Everything `admit` needs, as one int32 buffer; floats by their bits. Of the tables only what they hold."""
     packed = np.zeros(packed_admission_size(max_len, max_pages), np.int32)
     packed[:3] = slot, num_computed, write_start
-    packed[3:6].view(np.float32)[:] = params.temperature, params.top_p, params.min_p
-    packed[6] = max(params.top_k, 0)
-    packed[7] = -1 if params.logprobs is None else params.logprobs
-    packed[8:10].view(np.uint32)[:] = seed_words(seed)
+    floats = params.temperature, params.top_p, params.min_p
+    packed[3:9].view(np.float32)[:] = (
+        *floats,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+    packed[9] = max(params.top_k, 0)
+    packed[10] = -1 if params.logprobs is None else max(params.logprobs, 0)  # the whole vocabulary: `step.score_all`
+    packed[11:13].view(np.uint32)[:] = seed_words(seed)
+    packed[13] = num_prompt_tokens
+    if tables is not None:
+        packed[14:17] = num_prompt_tokens + params.min_tokens, tables.bias is not None, len(tables.bad_words)
     packed[_HEADER : _HEADER + len(token_ids)] = token_ids
     packed[_HEADER + max_len : _HEADER + max_len + len(pages)] = pages
     return packed
@@ -101,18 +117,34 @@ def admit(slots: Slots, packed: Int32[Array, " size"]) -> Slots:
     """The slots with one of them filled: a new request, a prefix hit, or one that comes back after preemption."""
     slot = packed[0]
     max_len = slots.history.shape[1]
-    as_float = lambda value: jax.lax.bitcast_convert_type(value, jnp.float32)
+    floats = jax.lax.bitcast_convert_type(packed[3:9], jnp.float32)
     rows = {
         "num_computed": packed[1],
         "write_start": packed[2],
-        "temperature": as_float(packed[3]),
-        "top_p": as_float(packed[4]),
-        "min_p": as_float(packed[5]),
-        "top_k": packed[6],
-        "num_logprobs": packed[7],
-        "seed": jax.lax.bitcast_convert_type(packed[8:10], jnp.uint32),
+        "temperature": floats[0],
+        "top_p": floats[1],
+        "min_p": floats[2],
+        "top_k": packed[9],
+        "num_logprobs": packed[10],
+        "seed": jax.lax.bitcast_convert_type(packed[11:13], jnp.uint32),
         "history": packed[_HEADER : _HEADER + max_len],
     }
-    filled = {name: getattr(slots, name).at[slot].set(value) for name, value in rows.items()}
-    filled["page_table"] = slots.page_table.at[:, slot].set(packed[_HEADER + max_len :])
-    return Slots(**filled)
+    asked = {
+        "repetition": floats[3],
+        "presence": floats[4],
+        "frequency": floats[5],
+        "prompt_length": packed[13],
+        "min_length": packed[14],
+        "has_bias": packed[15] != 0,
+        "num_bad_words": packed[16],
+    }
+    fill = lambda tree, values: tree._replace(
+        **{name: getattr(tree, name).at[slot].set(value) for name, value in values.items()}
+    )
+    page_table = slots.page_table.at[:, slot].set(packed[_HEADER + max_len :])
+    return fill(slots, rows)._replace(page_table=page_table, processing=fill(slots.processing, asked))
+
+
+def set_tables(slots: Slots, packed: Int32[Array, " size"]) -> Slots:
+    """The slots with the tables of one of them (`LogitsTables.pack`)."""
+    return slots._replace(processing=processing.set_tables(slots.processing, packed))

@@ -1,13 +1,19 @@
 """One step on the device, as pure functions over donated state.
 
     admit(slots, packed)                                  -> slots                          runner/slots.py
+    set_tables(slots, packed)                             -> slots                          runner/slots.py
     copy_pages(kv, sources, targets)                      -> kv                             cache/kv_cache.py
     body(weights, kv, slots, packed)                      -> kv, slots, hidden, finite      per token bucket
     head(weights, slots, hidden, packed)                  -> slots, Sampled                 per row bucket
+    greedy_head(weights, slots, hidden, packed)           -> slots, Sampled                 per row bucket
+    score(weights, hidden, packed)                        -> Logprobs                       SCORE_ROWS at a time
+    score_all(weights, hidden, rows)                      -> logprobs [rows, vocab]         SCORE_ROWS at a time
 
-The body computes every layer for the scheduled tokens and hands the rows that yield a token to the head as
-`[max_num_seqs, hidden]`, so there are (token buckets + row buckets) programs, not their product. Positions,
-KV lengths and write places come from the slots: the host only says which slots run and how many tokens.
+The body computes every layer for the scheduled tokens and hands on their hidden rows in an array as large as the
+largest bucket, from which the others take the rows they need: so there are (token buckets + row buckets)
+programs, not their product. Positions, KV lengths and write places come from the slots: the host only says
+which slots run and how many tokens. A step in which no row asks for more than the largest logit takes the greedy
+head; the tokens are the same.
 """
 
 from dataclasses import dataclass
@@ -27,8 +33,12 @@ from jaxserve.models import decoder, rope
 from jaxserve.runner.inputs import BodyInputs, unpack_body
 from jaxserve.runner.slots import Slots
 from jaxserve.runner.weights import ModelDefinition, Weights
-from jaxserve.sampling.logprobs import Logprobs, logprobs
+from jaxserve.sampling import blocks
+from jaxserve.sampling.logprobs import Logprobs, logprobs, whole_logprobs
+from jaxserve.sampling.processing import process
 from jaxserve.sampling.sampler import sample
+
+SCORE_ROWS = 64  # rows of logits that scoring holds at once
 
 
 @dataclass(frozen=True)
@@ -37,16 +47,16 @@ class StepDefinition:
 
     model: ModelDefinition
     attention: AttentionBackend
-    max_rows: int
+    max_tokens: int  # the largest token bucket
     max_logprobs: int
     mesh: jax.sharding.Mesh | None = None
 
 
 class Sampled(NamedTuple):
-    """The head's results per row; rows beyond the scheduled ones are junk."""
+    """The head's results per row; rows beyond the scheduled ones are junk. A token of -1: none was left."""
 
     tokens: Int32[Array, " rows"]
-    logprobs: Logprobs
+    logprobs: Logprobs | None  # None from the greedy head
 
 
 class Tokens(NamedTuple):
@@ -66,9 +76,9 @@ def body(
     packed: Int32[Array, " size"],
     *,
     tokens: int,
-) -> tuple[KVCache, Slots, Float[Array, "max_rows hidden"], Bool[Array, " tokens"]]:
-    """Compute the scheduled tokens. Returns the hidden rows for the head and which rows stayed finite."""
-    inputs = unpack_body(packed, tokens, step.max_rows)
+) -> tuple[KVCache, Slots, Float[Array, "max_tokens hidden"], Bool[Array, " tokens"]]:
+    """Compute the scheduled tokens. Returns their hidden rows for the head and which rows stayed finite."""
+    inputs = unpack_body(packed, tokens)
     with jax.named_scope("tables"):
         slots = _new_pages(slots, inputs)
         num_pages, _, _, page_size, _ = kv[0].pages.shape
@@ -93,7 +103,8 @@ def body(
         finite &= wrote_finite
     with jax.named_scope("final_norm"):
         finite &= jnp.isfinite(hidden).all(-1)
-        hidden = step.model.norm.build(weights.norm)(hidden[inputs.head_rows])
+        hidden = step.model.norm.build(weights.norm)(hidden)
+        hidden = jnp.pad(hidden, ((0, step.max_tokens - tokens), (0, 0)))
     return tuple(layers_kv), slots, hidden, finite
 
 
@@ -101,24 +112,58 @@ def head(
     step: StepDefinition,
     weights: Weights,
     slots: Slots,
-    hidden: Float[Array, "max_rows hidden"],
-    row_slots: Int32[Array, " rows"],
+    hidden: Float[Array, "max_tokens hidden"],
+    packed: Int32[Array, "2 rows"],
+    *,
+    greedy: bool,
 ) -> tuple[Slots, Sampled]:
-    """Sample the next token of each row's slot and append it to the slot's history."""
+    """Sample the next token of each row's slot and append it to the slot's history; `packed` is (row, slot).
+
+    `greedy` (static): every row wants the largest logit's token and nothing else.
+    """
+    from_rows, row_slots = packed
     with jax.named_scope("head"):
-        logits = logits_of(weights.head, hidden[: row_slots.shape[0]])
+        logits = logits_of(weights.head, hidden[from_rows])
     position = slots.num_computed.at[row_slots].get(mode="clip")
+    if greedy:
+        tokens, chosen = blocks.largest(logits)[0], None
+    else:
+        tokens, chosen = _sample(step, slots, logits, row_slots, position)
+    history = slots.history.at[row_slots, position].set(tokens, mode="drop")
+    return slots._replace(history=history), Sampled(tokens, chosen)
+
+
+def _sample(step: StepDefinition, slots: Slots, logits, row_slots, position) -> tuple[Int32[Array, " rows"], Logprobs]:
     rows = slots.sampling_rows(row_slots)
     padding = row_slots >= slots.num_slots
     rows = rows._replace(
         temperature=jnp.where(padding, 0.0, rows.temperature),
         wants_logprobs=jnp.where(padding, -1, rows.wants_logprobs),
     )
-    with jax.named_scope("sample"):
-        tokens = sample(logits, rows, position)
-        chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs)
-    history = slots.history.at[row_slots, position].set(tokens, mode="drop")
-    return slots._replace(history=history), Sampled(tokens, chosen)
+    processed = process(logits, slots.processing, row_slots, slots.history, position)
+    tokens = sample(processed.logits, rows, position)
+    chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs)
+    return jnp.where(processed.alive, tokens, -1), chosen
+
+
+def score(
+    step: StepDefinition,
+    weights: Weights,
+    hidden: Float[Array, "max_tokens hidden"],
+    packed: Int32[Array, "3 rows"],
+) -> Logprobs:
+    """Log-probabilities of given tokens after given rows; `packed` is (row, token, number of likeliest tokens)."""
+    rows, tokens, wanted = packed
+    with jax.named_scope("score"):
+        return logprobs(logits_of(weights.head, hidden[rows]), tokens, step.max_logprobs, wanted)
+
+
+def score_all(
+    weights: Weights, hidden: Float[Array, "max_tokens hidden"], rows: Int32[Array, " rows"]
+) -> Float32[Array, "rows vocab"]:
+    """The log-probabilities of the whole vocabulary after given rows."""
+    with jax.named_scope("score_all"):
+        return whole_logprobs(logits_of(weights.head, hidden[rows]))
 
 
 def logits_of(head: Float[Array, "hidden vocab"], hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:

@@ -151,7 +151,7 @@ def candidate_limits(
     of the whole rows, and is called where top_p needs more than the candidates.
     """
     limb, width = limb_bits(vocab), candidates.shape[1]
-    complete = jnp.bool_(width >= vocab)
+    complete = jnp.bool_(width >= vocab) | (candidates[:, -1] == jnp.inf)  # masked tokens are none
     place = jnp.clip(filters.top_k, 1, width) - 1
     kth = jnp.take_along_axis(candidates, place[:, None], axis=1, mode="promise_in_bounds")[:, 0]
     limit = jnp.minimum(filters.furthest, jnp.where(filters.top_k < width, kth, jnp.float32(jnp.inf)))
@@ -167,5 +167,5 @@ def candidate_limits(
     left = Mass(*(jnp.where(inside, near, all_) for near, all_ in zip(near_mass, whole, strict=True)))
     target = share(Mass(left.high[:, None], left.low[:, None]), filters.top_p[:, None], limb)
     in_nucleus = below(Mass(sums.high[:, :-1], sums.low[:, :-1]), target) | (filters.top_p >= 1)[:, None]
-    kept = (candidates <= limit[:, None]) & in_nucleus
+    kept = (candidates <= limit[:, None]) & in_nucleus & (candidates < jnp.inf)
     return CandidateLimits(kept, complete | (~kept[:, -1] & (inside | (filters.top_k >= vocab))))

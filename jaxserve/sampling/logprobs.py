@@ -38,11 +38,7 @@ def logprobs(
         return Logprobs(*zeros, jnp.zeros((rows, width), jnp.int32), jnp.zeros((rows, width), jnp.float32))
 
     def something() -> Logprobs:
-        _, maximum = blocks.largest(logits)
-        limb = filters.limb_bits(vocab)
-        distances = maximum[:, None] - logits
-        total = filters.mass(filters.weights(distances, limb), distances < jnp.inf, limb)
-        log_total = jnp.log(filters.to_float(total, limb))
+        maximum, log_total = _normaliser(logits)
         token = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="promise_in_bounds")
         rank = 1 + (logits > token).sum(axis=1, dtype=jnp.int32)
         top = lax.cond(jnp.any(wanted > 0), top_list, lambda: (nothing().top_ids, nothing().top_logprobs))
@@ -61,3 +57,18 @@ def logprobs(
 
     with jax.named_scope("logprobs"):
         return lax.cond(jnp.any(wanted >= 0), something, nothing)
+
+
+def whole_logprobs(logits: Float32[Array, "rows vocab"]) -> Float32[Array, "rows vocab"]:
+    """The log-probabilities of all tokens, with the bits that `logprobs` gives them."""
+    maximum, log_total = _normaliser(logits)
+    return logits - maximum[:, None] - log_total[:, None]
+
+
+def _normaliser(logits: Float32[Array, "rows vocab"]) -> tuple[Float32[Array, " rows"], Float32[Array, " rows"]]:
+    """Each row's largest logit, and the logarithm of the sum of the weights relative to its own."""
+    _, maximum = blocks.largest(logits)
+    limb = filters.limb_bits(logits.shape[1])
+    distances = maximum[:, None] - logits
+    total = filters.mass(filters.weights(distances, limb), distances < jnp.inf, limb)
+    return maximum, jnp.log(filters.to_float(total, limb))

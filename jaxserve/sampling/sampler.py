@@ -20,8 +20,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxserve.sampling import blocks, filters
 from jaxserve.sampling.noise import negative_gumbel, row_keys
-
-COLDEST = 0.01  # a lower temperature is greedy
+from jaxserve.sampling_params import COLDEST
 
 
 class SamplingRows(NamedTuple):

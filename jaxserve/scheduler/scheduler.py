@@ -63,6 +63,11 @@ class StepPlan:
     def num_sampled(self) -> int:
         return sum(entry.sample for entry in self.entries)
 
+    @property
+    def only_greedy(self) -> bool:
+        """Whether every token to be sampled is just the largest logit's."""
+        return all(entry.request.params.only_greedy for entry in self.entries if entry.sample)
+
     def __bool__(self) -> bool:
         return bool(self.entries)
 
@@ -123,9 +128,9 @@ class Scheduler:
     def complete(self, entry: PlanEntry, token: int | None, finite: bool) -> bool:
         """The step of this entry has arrived. Returns whether the request took the token.
 
-        `token` is what was sampled (None if the entry does not sample). False for a request that ended or was
-        aborted in the meantime. A result that is not finite ends the request with an error: its pages are
-        forgotten, so nobody reuses them.
+        `token` is what was sampled: None if the entry does not sample, -1 if no token was left to sample. False for a
+        request that ended or was aborted in the meantime. A result that is not finite ends the request with an
+        error: its pages are forgotten, so nobody reuses them.
         """
         request = entry.request
         request.steps_in_flight -= 1
@@ -141,8 +146,18 @@ class Scheduler:
             self.pool.forget(request.pages[entry.start // self.page_size :])
             self.finish(request)
             return False
+        if token is not None and token < 0:
+            request.finish_reason = "error"
+            request.error = (
+                f"no token is left at position {len(request.token_ids)}: allowed_token_ids, bad_words, logit_bias and "
+                "min_tokens together forbid all"
+            )
+            self.finish(request)
+            return False
         if token is not None:
             request.append_token(token)
+        elif request.only_scores and entry.start + entry.count == request.num_prompt_tokens:
+            request.finish_reason = "length"
         if request.state is RequestState.RUNNING:  # in the same admission: a preempted request waits for this step
             request.num_confirmed = entry.start + entry.count
             self._register_pages(request)
@@ -207,7 +222,7 @@ class Scheduler:
         if not self._own_pages(plan, request, request.num_computed + count):
             return 0
         start = request.num_computed
-        sample = count == request.num_to_compute
+        sample = count == request.num_to_compute and not request.only_scores
         plan.entries.append(PlanEntry(request, request.slot, start, count, sample))
         request.num_computed += count
         request.num_in_flight += sample
@@ -315,7 +330,9 @@ class Scheduler:
         names = request.hashes(num_tokens // self.page_size, self.page_size)
         pages = self.pool.lookup(names)
         cached = len(pages) * self.page_size
-        return pages, min(cached, num_tokens - 1), cached
+        # Cached keys and values are shared, but a token's log-probability needs the hidden state before it.
+        needed = num_tokens if request.next_to_score is None else request.next_to_score
+        return pages, min(cached, num_tokens - 1, needed - 1), cached
 
     def _start(self, request: Request, plan: StepPlan, pages: list[int], num_computed: int, write_start: int) -> None:
         self.waiting.remove(request)

@@ -1,5 +1,6 @@
 """What the host packs is what the device unpacks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_wor
 from jaxserve.runner import slots
 from jaxserve.runner.inputs import (
     Run,
+    ScoreRow,
     body_inputs_size,
     pack_body,
     pack_copies,
     pack_head,
+    pack_score,
     unpack_body,
 )
+from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams, seed_words
 
 NUM_SLOTS, MAX_ROWS = 12, 16
@@ -40,10 +44,10 @@ def plans(draw):
 @given(plans())
 def test_a_body_s_inputs_say_which_row_is_which(plan):
     tokens, runs, new_pages = plan
-    packed = pack_body(runs, new_pages, tokens, MAX_ROWS, NUM_SLOTS)
+    packed = pack_body(runs, new_pages, tokens, NUM_SLOTS)
     assert packed.dtype == np.int32
-    assert packed.shape == (body_inputs_size(tokens, MAX_ROWS),)
-    inputs = unpack_body(jnp.asarray(packed), tokens, MAX_ROWS)
+    assert packed.shape == (body_inputs_size(tokens),)
+    inputs = unpack_body(jnp.asarray(packed), tokens)
     rows = [(run.slot, offset) for run in runs for offset in range(run.count)]
     padding = [(NUM_SLOTS, 0)] * (tokens - len(rows))
     assert list(zip(inputs.token_slot.tolist(), inputs.token_offset.tolist(), strict=True)) == rows + padding
@@ -51,8 +55,12 @@ def test_a_body_s_inputs_say_which_row_is_which(plan):
     # The head gets the last row of each run that samples, in the order of the runs.
     last = {run.slot: row for row, (slot, _) in enumerate(rows) for run in runs if run.slot == slot}
     sampled = [last[run.slot] for run in runs if run.sample]
-    assert inputs.head_rows.shape == (MAX_ROWS,)
-    assert inputs.head_rows.tolist()[: len(sampled)] == sampled
+    head = pack_head(runs, MAX_ROWS, NUM_SLOTS)
+    assert head[:, : len(sampled)].tolist() == [sampled, [run.slot for run in runs if run.sample]]
+    assert head[:, len(sampled) :].tolist() == [
+        [0] * (MAX_ROWS - len(sampled)),
+        [NUM_SLOTS] * (MAX_ROWS - len(sampled)),
+    ]
 
     updates = zip(inputs.new_page_slot, inputs.new_page_index, inputs.new_page, strict=True)
     updates = [tuple(map(int, update)) for update in updates]
@@ -69,10 +77,11 @@ def test_a_body_s_inputs_say_which_row_is_which(plan):
 def test_every_pack_is_a_buffer_of_its_own():
     params = SamplingParams()
     packs = [
-        lambda: pack_body([Run(0, 0, 3, True)], [], 8, MAX_ROWS, NUM_SLOTS),
-        lambda: pack_head([1, 2], 8, NUM_SLOTS),
+        lambda: pack_body([Run(0, 0, 3, True)], [], 8, NUM_SLOTS),
+        lambda: pack_head([Run(1, 0, 1, True)], 8, NUM_SLOTS),
+        lambda: pack_score([ScoreRow(1, 2, 3)], 8),
         lambda: pack_copies([(1, 2)], 8, 10),
-        lambda: slots.pack_admission(0, [1], [0], 0, 0, params, 0, 16, 2),
+        lambda: slots.pack_admission(0, [1], [0], 0, 0, params, 0, 1, None, 16, 2),
     ]
     for pack in packs:
         first, second = pack(), pack()
@@ -81,7 +90,13 @@ def test_every_pack_is_a_buffer_of_its_own():
 
 
 def test_heads_and_copies_are_padded_out_of_range():
-    assert pack_head([3, 1], 8, NUM_SLOTS).tolist() == [3, 1] + [NUM_SLOTS] * 6
+    runs = [Run(3, 0, 4, True), Run(2, 0, 1, False), Run(1, 9, 2, True)]
+    assert pack_head(runs, 8, NUM_SLOTS).tolist() == [[3, 6] + [0] * 6, [3, 1] + [NUM_SLOTS] * 6]
+    assert pack_score([ScoreRow(4, 70, 0), ScoreRow(5, 71, 3)], 4).tolist() == [
+        [4, 5, 0, 0],
+        [70, 71, 0, 0],
+        [0, 3, -1, -1],
+    ]
     assert pack_copies([(4, 5), (6, 7)], 4, 10).tolist() == [[4, 6, 10, 10], [5, 7, 10, 10]]
 
 
@@ -91,23 +106,26 @@ def test_heads_and_copies_are_padded_out_of_range():
     token_ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=12),
     pages=st.lists(st.integers(0, 99), max_size=3),
     seed=st.integers(-(2**63), 2**63 - 1),
-    logprobs=st.none() | st.integers(0, 20),
+    logprobs=st.none() | st.integers(-1, 20),
     top_k=st.integers(-1, 50),
     values=st.tuples(*[st.floats(0, 1, width=32)] * 3),
 )
 def test_an_admission_fills_its_slot_and_no_other(slot, token_ids, pages, seed, logprobs, top_k, values):
     temperature, top_p, min_p = values
-    params = SamplingParams(temperature=temperature, top_p=top_p or 1.0, min_p=min_p, top_k=top_k, logprobs=logprobs)
-    num_computed, write_start = len(token_ids) - 1, len(token_ids) // 2
-    packed = slots.pack_admission(slot, token_ids, pages, num_computed, write_start, params, seed, 12, 3)
-    before = slots.allocate(4, 12, 3)
-    before = slots.Slots(*[array + jnp.ones((), array.dtype) for array in before])
-    after = slots.admit(before, jnp.asarray(packed))
-    others = [index for index in range(4) if index != slot]
-    for name, old, new in zip(slots.Slots._fields, before, after, strict=True):
+    asked = {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25, "min_tokens": 2}
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p or 1.0, min_p=min_p, top_k=top_k, logprobs=logprobs, **asked
+    )
+    num_computed, write_start, vocab = len(token_ids) - 1, len(token_ids) // 2, 40
+    tables = LogitsTables(np.arange(vocab, dtype=np.float32), [[7, 8], [4, 5, 6]], [9])
+    packed = slots.pack_admission(slot, token_ids, pages, num_computed, write_start, params, seed, 5, tables, 12, 3)
+    before = jax.tree.map(lambda array: array + jnp.ones((), array.dtype), slots.allocate(4, 12, 3, vocab))
+    after = slots.set_tables(slots.admit(before, jnp.asarray(packed)), jnp.asarray(tables.pack(slot, vocab)))
+    others = np.array([index for index in range(4) if index != slot])
+    for (name, old), new in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
         assert (old.dtype, old.shape) == (new.dtype, new.shape), name
-        old, new = (array[0] if name == "page_table" else array for array in (old, new))
-        np.testing.assert_array_equal(old[np.array(others)], new[np.array(others)], err_msg=name)
+        old, new = (array[0] if "page_table" in str(name) else array for array in (old, new))
+        np.testing.assert_array_equal(old[others], new[others], err_msg=str(name))
     assert after.history[slot].tolist() == token_ids + [0] * (12 - len(token_ids))
     assert after.page_table[0, slot].tolist() == pages + [0] * (3 - len(pages))
     assert (int(after.num_computed[slot]), int(after.write_start[slot])) == (num_computed, write_start)
@@ -115,13 +133,18 @@ def test_an_admission_fills_its_slot_and_no_other(slot, token_ids, pages, seed, 
     assert after.top_p[slot] == np.float32(top_p or 1.0)
     assert after.min_p[slot] == np.float32(min_p)
     assert int(after.top_k[slot]) == max(top_k, 0)
-    assert int(after.num_logprobs[slot]) == (-1 if logprobs is None else logprobs)
+    assert int(after.num_logprobs[slot]) == (-1 if logprobs is None else max(logprobs, 0))
     assert tuple(after.seed[slot].tolist()) == seed_words(seed)
+    mine = jax.tree.map(lambda array: array[slot].tolist(), after.processing)
+    assert (mine.repetition, mine.presence, mine.frequency) == (1.5, -0.5, 0.25)
+    assert (mine.prompt_length, mine.min_length, mine.has_bias, mine.num_bad_words) == (5, 7, True, 2)
+    assert mine.bias == list(range(vocab))
+    assert [word[-4:] for word in mine.bad_words[:3]] == [[-1, -1, 7, 8], [-1, 4, 5, 6], [-1] * 4]
+    assert mine.stop_ids == [9] + [vocab] * 63
 
 
 @pytest.mark.parametrize("tokens", [8, 16, 64])
 def test_a_step_may_be_full(tokens):
-    packed = pack_body([Run(2, 5, tokens, True)], [], tokens, MAX_ROWS, NUM_SLOTS)
-    inputs = unpack_body(jnp.asarray(packed), tokens, MAX_ROWS)
+    packed = pack_body([Run(2, 5, tokens, True)], [], tokens, NUM_SLOTS)
+    inputs = unpack_body(jnp.asarray(packed), tokens)
     assert inputs.token_slot.tolist() == [2] * tokens
-    assert int(inputs.head_rows[0]) == tokens - 1

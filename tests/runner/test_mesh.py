@@ -46,7 +46,7 @@ def body_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, str]:
     params = SamplingParams(max_tokens=1)
     runner.admit(slots.pack_admission(0, prompt, [3], 0, 0, params, 0, runner.max_len, runner.max_pages))
     tokens = runner.buckets.token_bucket(len(prompt))
-    packed = inputs.pack_body([inputs.Run(0, 0, len(prompt), True)], [], tokens, runner.step.max_rows, 8)
+    packed = inputs.pack_body([inputs.Run(0, 0, len(prompt), True)], [], tokens, 8)
     (program,) = (p for p in runner.programs() if p.key == ("body", tokens))
     body = runner.compiler.get(program)
     runner.kv, runner.slots, hidden, finite = body(runner.weights, runner.kv, runner.slots, packed)

@@ -1,0 +1,136 @@
+"""From what a user hands over to a request: every check before the engine's loop. Knows no schedule and no device."""
+
+from collections.abc import Sequence
+from typing import no_type_check
+
+import numpy as np
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.request import Request, RequestGroup
+from jaxserve.sampling.tables import build_tables
+from jaxserve.sampling_params import SamplingParams, child_seed
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.validation import is_integer
+
+Prompt = str | Sequence[int] | np.ndarray | dict
+
+
+class InputProcessor:
+    """Checks prompts and parameters against one model, and builds requests from them.
+
+    Every method raises ValueError, naming field, value and rule, for what the engine could not honour.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        *,
+        seed: int,
+        defaults: SamplingParams,
+    ):
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.defaults = defaults
+        self._seed = seed
+        self._arrivals = 0
+
+    @no_type_check  # it checks itself: the tests' type checker would come first with another error
+    def build(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> RequestGroup:
+        """The branches of a new request; `params` None takes the model's defaults."""
+        params = self.defaults if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r}: params must be a SamplingParams")
+        text, ids, salt = self._prompt(prompt)
+        self._check_length(ids, params)
+        self._check_params(params)
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops.update(self.model_config.eos_token_ids)
+        tables = build_tables(params, self.model_config.vocab_size, stops, self._encode_word)
+        limit = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
+        self._arrivals += 1
+        seed = params.seed if params.seed is not None else child_seed(self._seed, self._arrivals)
+        group = RequestGroup(request_id, text, ids, params, [])
+        for index in range(params.n):
+            request = Request(
+                request_id=request_id,
+                index=index,
+                prompt_token_ids=ids,
+                params=params,
+                seed=child_seed(seed, index),
+                arrival=self._arrivals * 2**10 + index,
+                max_total_tokens=min(limit, self.max_model_len),
+                stop_token_ids=frozenset(stops),
+                priority=params.priority,
+                cache_salt=params.cache_salt if salt is None else salt,
+                fork_of=group.branches[0] if index else None,
+                tables=tables,
+            )
+            group.branches.append(request)
+        return group
+
+    @no_type_check
+    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """Text (None if ids were given), token ids, and the cache salt that the prompt brought along."""
+        salt = None
+        if isinstance(prompt, dict):
+            keys = prompt.keys() - {"cache_salt"}
+            if len(keys) != 1 or not keys <= {"prompt", "prompt_token_ids"}:
+                raise ValueError(
+                    f"prompt: keys {list(prompt)}: must be either 'prompt' or 'prompt_token_ids', maybe 'cache_salt'"
+                )
+            salt = SamplingParams(cache_salt=prompt["cache_salt"]).cache_salt if "cache_salt" in prompt else None
+            [key] = keys
+            prompt = prompt[key]
+            if isinstance(prompt, str) != (key == "prompt"):
+                raise ValueError(f"{key}: {type(prompt).__name__}: 'prompt' must be text, 'prompt_token_ids' token ids")
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None:
+            if self.tokenizer is None:
+                raise ValueError("prompt: text needs a tokenizer, and this engine has none; give token ids")
+            ids = self.tokenizer.encode(text)
+        elif _is_sequence(prompt):
+            ids = [int(i) if isinstance(i, np.integer) else i for i in prompt]
+        else:
+            raise ValueError(f"prompt: {type(prompt).__name__}: must be text or a sequence of token ids")
+        self._check_ids("prompt_token_ids", ids)
+        if not ids:
+            raise ValueError("prompt: it holds no tokens: it must hold at least one")
+        return text, ids, salt
+
+    def _check_length(self, ids: list[int], params: SamplingParams) -> None:
+        longest = self.max_model_len - (params.max_tokens != 0)
+        if len(ids) > longest:
+            raise ValueError(
+                f"prompt: {len(ids)} tokens: must be fewer than max_model_len={self.max_model_len}, "
+                "which counts prompt and output together"
+                if params.max_tokens != 0
+                else f"prompt: {len(ids)} tokens: must be at most max_model_len={self.max_model_len}"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", list(params.logit_bias or ()))
+        for field in ("stop", "bad_words"):
+            if getattr(params, field) and self.tokenizer is None:
+                raise ValueError(f"{field}={getattr(params, field)!r}: {field} needs a tokenizer: this engine has none")
+
+    def _encode_word(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False, field="bad_words")
+
+    @no_type_check
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        vocab = self.model_config.vocab_size
+        wrong = [i for i in ids if not is_integer(i) or not 0 <= i < vocab]
+        if wrong:
+            raise ValueError(f"{field}: {wrong[:8]}: must be integers from 0 to {vocab - 1}, the model's vocabulary")
+
+
+def _is_sequence(prompt: object) -> bool:
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim == 1
+    return isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview)

@@ -1,0 +1,163 @@
+"""From a step's arrays to what users see: text, stop strings, log-probabilities."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.outputs import CompletionOutput, Logprob
+from jaxserve.request import Request
+from jaxserve.runner.inputs import ScoreRow
+from jaxserve.runner.runner import StepResult
+from jaxserve.sampling.logprobs import Logprobs
+from jaxserve.scheduler.scheduler import StepPlan
+from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.stop_strings import StopStrings
+from jaxserve.text.tokenizer import Tokenizer
+
+
+class PromptRows(NamedTuple):
+    """Which results of a step are log-probabilities of a request's prompt: positions `first` to `first + count - 1`
+    stand in the scores from `row` on, and in the rows of the whole vocabulary from `whole` on."""
+
+    first: int
+    count: int
+    row: int
+    whole: int
+
+
+class WantedRows(NamedTuple):
+    """What the step computes besides sampling, in the order in which the results come back."""
+
+    scores: list[ScoreRow]
+    whole: list[int]  # query rows after which the whole vocabulary is wanted
+    prompts: dict[Request, PromptRows]
+    sampled_whole: dict[Request, int]  # where in `whole` the sampled token's vocabulary stands
+
+
+def wanted_rows(plan: StepPlan) -> WantedRows:
+    """The log-probabilities that the requests of a plan ask for, besides those that the head gives."""
+    wanted = WantedRows([], [], {}, {})
+    row = 0
+    for entry in plan.entries:
+        request = entry.request
+        if (position := request.next_to_score) is not None:
+            # The hidden state at a position tells of the token after it.
+            first, end = max(position, entry.start + 1), min(entry.start + entry.count + 1, request.num_prompt_tokens)
+            if first < end:
+                rows = range(row + first - 1 - entry.start, row + end - 1 - entry.start)
+                top = request.params.prompt_logprobs
+                wanted.prompts[request] = PromptRows(first, end - first, len(wanted.scores), len(wanted.whole))
+                tokens = request.prompt_token_ids[first:end]
+                wanted.scores.extend(ScoreRow(at, token, max(top, 0)) for at, token in zip(rows, tokens, strict=True))
+                wanted.whole.extend(rows if top < 0 else ())
+        row += entry.count
+        if entry.sample and request.params.logprobs == -1:
+            wanted.sampled_whole[request] = len(wanted.whole)
+            wanted.whole.append(row - 1)
+    return wanted
+
+
+class RequestText:
+    """The text of one branch as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        params = request.params
+        self._request = request
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+
+    def push(self, token: int) -> str:
+        """The text that has become certain with this token; a stop string in it ends the request.
+
+        What ended the request by its id is part of the text only if `include_stop_str_in_output`.
+        """
+        request = self._request
+        ended = request.finish_reason is not None
+        by_id = request.finish_reason == "stop"
+        shown = [] if by_id and not request.params.include_stop_str_in_output else [token]
+        text = self._detokenizer.push(shown)
+        if ended:
+            text += self._detokenizer.flush()
+        if self._stops is None:
+            return text
+        may_stop = not by_id and len(request.output_token_ids) > request.params.min_tokens
+        certain = self._stops.push(text, may_stop=may_stop)
+        if certain.stop is not None:
+            request.finish_reason, request.stop_reason = "stop", certain.stop
+            return certain.text
+        return certain.text + (self._stops.flush() if ended else "")
+
+    def flush(self) -> str:
+        """What is still held back, for a request that ends without a token of its own (an abort, an error)."""
+        rest = self._detokenizer.flush()
+        return rest if self._stops is None else self._stops.push(rest, may_stop=False).text + self._stops.flush()
+
+
+class OutputProcessor:
+    """Makes outputs of tokens and log-probabilities; `tokenizer` None leaves all texts empty."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._texts: dict[Request, RequestText] = {}
+
+    def add(self, request: Request) -> None:
+        if self._tokenizer is not None:
+            self._texts[request] = RequestText(self._tokenizer, request)
+
+    def forget(self, request: Request) -> None:
+        self._texts.pop(request, None)
+
+    def clear(self) -> None:
+        self._texts.clear()
+
+    def flush(self, request: Request) -> str:
+        text = self._texts.get(request)
+        return "" if text is None else text.flush()
+
+    def completion(self, request: Request, token: int, result: StepResult, row: int, whole: int) -> CompletionOutput:
+        """What a sampled token adds; `row` of the sampled rows, `whole` of those with the whole vocabulary.
+
+        May set the request's finish_reason, if a stop string is complete.
+        """
+        text = self._texts.get(request)
+        output = CompletionOutput(request.index, token_ids=[token])
+        output.text = "" if text is None else text.push(token)
+        output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+        wanted = request.params.logprobs
+        if wanted is not None:
+            everything = result.whole[whole] if wanted < 0 else None
+            output.logprobs = [self._logprobs(token, result.logprobs, row, wanted, everything)]
+            output.cumulative_logprob = output.logprobs[0][token].logprob
+        return output
+
+    def score(self, request: Request, rows: PromptRows, result: StepResult) -> None:
+        """Take the log-probabilities of prompt tokens; those known from before a preemption are the same."""
+        wanted = request.params.prompt_logprobs
+        for index in range(rows.count):
+            if request.next_to_score == rows.first + index:
+                token = request.prompt_token_ids[rows.first + index]
+                everything = result.whole[rows.whole + index] if wanted < 0 else None
+                request.prompt_logprobs.append(
+                    self._logprobs(token, result.scores, rows.row + index, wanted, everything)
+                )
+
+    def _logprobs(
+        self, token: int, found: Logprobs, row: int, count: int, everything: np.ndarray | None
+    ) -> dict[int, Logprob]:
+        """The token itself first, then the `count` likeliest or, with `everything` [vocab], all others."""
+        entries = {token: Logprob(float(found.token_logprob[row]), int(found.rank[row]), self._text(token))}
+        if everything is None:
+            ids, values = found.top_ids[row, :count].tolist(), found.top_logprobs[row, :count].tolist()
+            ranks: Sequence[int] = range(1, len(ids) + 1)
+        else:
+            order = np.argsort(-everything, kind="stable")
+            ids, ordered = order.tolist(), everything[order]
+            values = ordered.tolist()
+            ranks = (1 + np.searchsorted(-ordered, -ordered, side="left")).tolist()
+        for rank, token_id, logprob in zip(ranks, ids, values, strict=True):
+            entries.setdefault(token_id, Logprob(logprob, rank, self._text(token_id)))
+        return entries
+
+    def _text(self, token: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.token_text(token)

@@ -1,0 +1,162 @@
+"""What requests ask of their logits before the sampler: masks, biases, bad words, min_tokens, penalties.
+
+In vLLM's order. Everything is computed from the slot's tables and its token history, so there are no counts to
+keep and nothing to restore after a preemption. A row's logits do not depend on the other rows, and for a row
+that asks for nothing they do not change (x / 1, x * 1, x - 0 and x + 0 are exact).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jaxserve.sampling.tables import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
+
+_CHUNK = 128  # positions of the history counted at a time
+
+
+class Processing(NamedTuple):
+    """Per slot; positions are in tokens. The tables are valid where the numbers say so."""
+
+    repetition: Float32[Array, " slots"]
+    presence: Float32[Array, " slots"]
+    frequency: Float32[Array, " slots"]
+    prompt_length: Int32[Array, " slots"]
+    min_length: Int32[Array, " slots"]  # before this position no stop token is sampled
+    has_bias: Bool[Array, " slots"]
+    num_bad_words: Int32[Array, " slots"]
+    bias: Float32[Array, "slots vocab"]
+    bad_words: Int32[Array, "slots words tokens"]  # filled up with -1 in front
+    stop_ids: Int32[Array, "slots ids"]  # filled up with vocab
+
+
+class Processed(NamedTuple):
+    """`alive`: some token is left to be sampled."""
+
+    logits: Float32[Array, "rows vocab"]
+    alive: Bool[Array, " rows"]
+
+
+def allocate(num_slots: int, vocab: int) -> Processing:
+    """Slots that ask for nothing."""
+    row = lambda dtype, *shape: jnp.zeros((num_slots, *shape), dtype)
+    return Processing(
+        repetition=jnp.ones(num_slots, jnp.float32),
+        presence=row(jnp.float32),
+        frequency=row(jnp.float32),
+        prompt_length=row(jnp.int32),
+        min_length=row(jnp.int32),
+        has_bias=row(jnp.bool_),
+        num_bad_words=row(jnp.int32),
+        bias=row(jnp.float32, vocab),
+        bad_words=row(jnp.int32, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+        stop_ids=row(jnp.int32, MAX_STOP_IDS),
+    )
+
+
+def bytes_per_slot(vocab: int) -> int:
+    """Bytes of the tables."""
+    return 4 * (vocab + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS + MAX_STOP_IDS)
+
+
+def set_tables(state: Processing, packed: Int32[Array, " size"]) -> Processing:
+    """The tables of one slot from what `LogitsTables.pack` packed."""
+    slot, vocab = packed[0], state.bias.shape[1]
+    words = MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
+    bias = lax.bitcast_convert_type(packed[1 : 1 + vocab], jnp.float32)
+    bad_words = packed[1 + vocab : 1 + vocab + words].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+    return state._replace(
+        bias=state.bias.at[slot].set(bias),
+        bad_words=state.bad_words.at[slot].set(bad_words),
+        stop_ids=state.stop_ids.at[slot].set(packed[1 + vocab + words :]),
+    )
+
+
+def process(
+    logits: Float32[Array, "rows vocab"],
+    state: Processing,
+    slots: Int32[Array, " rows"],
+    history: Int32[Array, "slots max_len"],
+    positions: Int32[Array, " rows"],
+) -> Processed:
+    """The logits that the sampler takes; `positions` are those of the tokens to be sampled.
+
+    A slot out of range is padding: its row is left as it is. What no row asks for is not computed.
+    """
+    real = slots < history.shape[0]
+    take = lambda values: values.at[slots].get(mode="clip")
+    biased = real & take(state.has_bias)
+    penalties = [take(values) for values in (state.repetition, state.presence, state.frequency)]
+    penalised = real & ((penalties[0] != 1) | (penalties[1] != 0) | (penalties[2] != 0))
+    num_bad_words = jnp.where(real, take(state.num_bad_words), 0)
+    early = real & (positions < take(state.min_length))
+    prompt_length = take(state.prompt_length)
+    alive = jnp.ones_like(real)
+
+    def masked() -> Array:
+        changed = logits
+        with jax.named_scope("bias"):
+            add = lambda: changed + jnp.where(biased[:, None], take(state.bias), jnp.float32(0))
+            changed = lax.cond(jnp.any(biased), add, lambda: changed)
+        with jax.named_scope("bad_words"):
+            words = lambda: (take(state.bad_words), num_bad_words)
+            banned = lambda: _bad_words(changed, *words(), slots, history, positions, prompt_length)
+            changed = lax.cond(jnp.any(num_bad_words > 0), banned, lambda: changed)
+        with jax.named_scope("min_tokens"):
+            ids = jnp.where(early[:, None], take(state.stop_ids), logits.shape[1])
+            return _forbid(changed, ids)
+
+    def penalise() -> Array:
+        counts, seen = _occurrences(history, slots, prompt_length, jnp.where(penalised, positions, 0), logits.shape[1])
+        return _penalties(kept, counts, seen, *penalties)
+
+    with jax.named_scope("process_logits"):
+        masks = jnp.any(biased | (num_bad_words > 0) | early)
+        kept = lax.cond(masks, masked, lambda: logits)
+        alive = lax.cond(masks, lambda: (kept > -jnp.inf).any(1) | ~real, lambda: alive)
+        return Processed(lax.cond(jnp.any(penalised), penalise, lambda: kept), alive)
+
+
+def _forbid(logits: Float32[Array, "rows vocab"], ids: Int32[Array, "rows n"]) -> Float32[Array, "rows vocab"]:
+    """The logits with -inf at the ids; an id of `vocab` is none."""
+    rows = lax.iota(jnp.int32, logits.shape[0])[:, None]
+    return logits.at[rows, ids].set(-jnp.inf, mode="drop")
+
+
+def _bad_words(logits, words, num_words, slots, history, positions, prompt_length):
+    """Forbid the last token of each bad word whose other tokens end the output so far."""
+    before = lax.iota(jnp.int32, MAX_BAD_WORD_TOKENS - 1) - (MAX_BAD_WORD_TOKENS - 1)
+    at = positions[:, None] + before
+    recent = history.at[slots[:, None], jnp.maximum(at, 0)].get(mode="clip")
+    recent = jnp.where(at >= prompt_length[:, None], recent, -2)  # the prompt is no part of a bad word
+    begun = ((words[:, :, :-1] == recent[:, None]) | (words[:, :, :-1] == -1)).all(2)
+    exists = lax.iota(jnp.int32, MAX_BAD_WORDS) < num_words[:, None]
+    return _forbid(logits, jnp.where(begun & exists, words[:, :, -1], logits.shape[1]))
+
+
+def _occurrences(history, slots, prompt_length, length, vocab: int):
+    """Per row: how often each token stands in the output, and which stand in the prompt or the output."""
+    rows = slots.shape[0]
+    row = lax.iota(jnp.int32, rows)[:, None]
+
+    def count(chunk, carry):
+        counts, seen = carry
+        at = jnp.broadcast_to(chunk * _CHUNK + lax.iota(jnp.int32, _CHUNK), (rows, _CHUNK))
+        ids = history.at[slots[:, None], at].get(mode="clip")
+        known = at < length[:, None]
+        output = known & (at >= prompt_length[:, None])
+        counts = counts.at[row, jnp.where(output, ids, vocab)].add(1, mode="drop")
+        return counts, seen.at[row, jnp.where(known, ids, vocab)].set(True, mode="drop")
+
+    chunks = lax.div(length.max() + (_CHUNK - 1), jnp.int32(_CHUNK))
+    start = jnp.zeros((rows, vocab), jnp.int32), jnp.zeros((rows, vocab), jnp.bool_)
+    return lax.fori_loop(jnp.int32(0), chunks, count, start)
+
+
+def _penalties(logits, counts, seen, repetition, presence, frequency):
+    repetition = jnp.where(seen, repetition[:, None], jnp.float32(1))
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = logits - frequency[:, None] * counts.astype(jnp.float32)
+    return logits - presence[:, None] * (counts > 0).astype(jnp.float32)
