@@ -40,6 +40,15 @@ _ITEM_BYTES = {
 }
 _ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1} | {name: dtype.itemsize for name, dtype in _STORED_DTYPES.items()}
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+# What generation_config.json may say about sampling, and SamplingParams' names for it: those that vLLM takes over.
+_GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -99,6 +108,17 @@ def read_config(folder: Path, *, max_model_len: int | None = None) -> ModelConfi
         known = [_STORED_DTYPES[name].name for name in stored if name in _STORED_DTYPES]
         config = replace(config, dtype=known[0] if len(known) == 1 else None)
     return config
+
+
+def read_generation_defaults(folder: Path) -> dict[str, Any]:
+    """What the folder's `generation_config.json` says about sampling, in SamplingParams' names; {} without the file.
+
+    A field that is null says nothing, and `do_sample` is ignored, as vLLM does. The values are as they stand
+    there: SamplingParams checks them. CheckpointError where the file is no JSON object.
+    """
+    file = folder / "generation_config.json"
+    values = _read_json(file) if file.is_file() else {}
+    return {ours: values[name] for name, ours in _GENERATION_DEFAULTS.items() if values.get(name) is not None}
 
 
 def dtype_of(config: ModelConfig, requested: str = "auto") -> jnp.dtype:

@@ -17,6 +17,7 @@ from jaxserve.checkpoint.hugging_face import (
     dtype_of,
     load_hugging_face,
     read_config,
+    read_generation_defaults,
     read_headers,
     resolve_model,
 )
@@ -98,6 +99,25 @@ def test_ends_of_sequence_of_both_configs(folder):
     assert read_config(folder).eos_token_ids == (2, 7)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
     refused(folder, "generation_config.json", "eos_token_id='end'")
+
+
+def test_generation_defaults(folder):
+    assert read_generation_defaults(folder) == {}
+    file = folder / "generation_config.json"
+    llama = {"bos_token_id": 1, "do_sample": True, "eos_token_id": [2, 7], "temperature": 0.6, "top_p": 0.9}
+    file.write_text(json.dumps(llama | {"max_length": 4096, "transformers_version": "4.42.3"}))
+    assert read_generation_defaults(folder) == {"temperature": 0.6, "top_p": 0.9}
+    rest = {"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 512, "temperature": None}
+    file.write_text(json.dumps(rest | {"do_sample": False}))
+    expected = {"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "max_tokens": 512}
+    assert read_generation_defaults(folder) == expected
+
+
+@pytest.mark.parametrize(("content", "part"), [("{", "not valid JSON"), ("[0.6]", "not a JSON object")])
+def test_a_broken_generation_config(folder, content, part):
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {part}"):
+        read_generation_defaults(folder)
 
 
 def test_junk_and_an_equal_tied_head_are_accepted(tmp_path):
