@@ -5,8 +5,6 @@ Tensors are dequantised one at a time, so the memory needed is that of the large
 """
 
 import json
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +13,16 @@ from gguf.quants import dequantize
 
 from jaxserve.checkpoint.gguf_reader import GGUFError, GGUFFile, GGUFTensor, read_gguf
 from jaxserve.checkpoint.gguf_tokenizer import write_tokenizer
+from jaxserve.checkpoint.safetensors_file import write_safetensors
 
 __all__ = ["GGUFError", "convert_gguf"]
 
-READABLE_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+# A K-quant file mixes the K types with F32; where rows are no multiple of 256, llama.cpp takes Q4_0, Q5_0, Q5_1, Q8_0
+# or IQ4_NL instead. Q8_K is a type of its activations, which no file holds.
+READABLE_TYPES = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"),
+)
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -96,7 +100,7 @@ def convert_gguf(path: str | Path, out_folder: str | Path, dtype_hint: str = "bf
         return rows
 
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    _write_safetensors(out_folder / "model.safetensors", shapes, value)
+    write_safetensors(out_folder / "model.safetensors", shapes, "float32", value)
 
 
 def _config(file: GGUFFile, architecture: Architecture, dtype_hint: str) -> dict:
@@ -178,18 +182,3 @@ def _shortest_float32(value: float) -> float:
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], value: Callable[[str], np.ndarray]) -> None:
-    """Write float32 tensors one after the other; the library's own writer wants them all in memory."""
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the data starts at a multiple of 8
-    with path.open("wb") as out:
-        out.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name in shapes:
-            out.write(np.ascontiguousarray(value(name), "<f4").data)
