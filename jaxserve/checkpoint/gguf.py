@@ -14,6 +14,7 @@ from gguf.quants import dequantize
 from jaxserve.checkpoint.gguf_reader import GGUFError, GGUFFile, GGUFTensor, read_gguf
 from jaxserve.checkpoint.gguf_tokenizer import write_tokenizer
 from jaxserve.checkpoint.safetensors_file import write_safetensors
+from jaxserve.models.rope import RopeScaling, inverse_frequencies, rope_from_hf
 
 __all__ = ["GGUFError", "convert_gguf"]
 
@@ -42,6 +43,9 @@ _TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_ROPE_FACTORS = "rope_freqs.weight"
+# What the Llama models from 3.1 on share; their `factor` differs.
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,12 @@ def convert_gguf(path: str | Path, out_folder: str | Path, dtype_hint: str = "bf
     architecture = ARCHITECTURES.get(file.architecture)
     if architecture is None:
         raise GGUFError(f"{path}: architecture {file.architecture!r} is not one of {', '.join(ARCHITECTURES)}")
-    config = _config(file, architecture, dtype_hint)
-    tensors = {_hugging_face_name(file, tensor): tensor for tensor in file.tensors}
     for tensor in file.tensors:
         if tensor.type_name not in READABLE_TYPES:
             known = ", ".join(READABLE_TYPES)
             raise GGUFError(f"{path}: tensor {tensor.name} is of type {tensor.type_name}, not one of {known}")
+    config = _config(file, architecture, dtype_hint)
+    tensors = {_hugging_face_name(file, tensor): tensor for tensor in file.tensors if tensor.name != _ROPE_FACTORS}
     out_folder = Path(out_folder)
     out_folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(file, out_folder)
@@ -122,15 +126,18 @@ def _config(file: GGUFFile, architecture: Architecture, dtype_hint: str) -> dict
         "max_position_embeddings": file.number("context_length"),
         "rms_norm_eps": _shortest_float32(file.number("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest_float32(file.number("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(file),
         "attention_bias": "blk.0.attn_q.bias" in names,
         "mlp_bias": "blk.0.ffn_up.bias" in names,
         "tie_word_embeddings": "output.weight" not in names,
     }
-    return {name: value for name, value in config.items() if value is not None} | _generation_config(file)
+    if scaling := _rope_scaling(file, config["rope_theta"], config["head_dim"]):
+        config["rope_scaling"] = scaling
+    return config | _generation_config(file)
 
 
-def _rope_scaling(file: GGUFFile) -> dict | None:
+def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict | None:
+    if any(tensor.name == _ROPE_FACTORS for tensor in file.tensors):
+        return _llama3_scaling(file, theta, head_dim)
     kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -139,6 +146,19 @@ def _rope_scaling(file: GGUFFile) -> dict | None:
     scaling = {"rope_type": kind, "factor": _shortest_float32(file.number("rope.scaling.factor"))}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = file.number("rope.scaling.original_context_length")
+    return scaling
+
+
+def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict:
+    """The rope scaling of Llama 3.1 and later. llama.cpp keeps only what it comes to, a divisor of each frequency."""
+    divisors = _dequantized(file.tensor(_ROPE_FACTORS))
+    scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA3_SCALING}
+    config = {"rope_scaling": scaling, "rope_theta": theta}
+    _, parsed = rope_from_hf(config, default_theta=theta, max_position=1, max_model_len=None)
+    plain, scaled = (inverse_frequencies(theta, head_dim, kind) for kind in (RopeScaling(), parsed))
+    if divisors.shape != plain.shape or not np.allclose(divisors, plain / scaled, rtol=1e-4):
+        described = ", ".join(f"{name}={value}" for name, value in scaling.items())
+        raise GGUFError(f"{file.path}: tensor {_ROPE_FACTORS} is not what the rope scaling {described} comes to")
     return scaling
 
 

@@ -1,6 +1,7 @@
 """Tiny GGUF files written here, and the demo model against transformers' own reader."""
 
 import json
+import math
 from pathlib import Path
 
 import gguf
@@ -222,9 +223,43 @@ def test_what_is_not_supported_is_named(tmp_path, options, message):
 
 
 def test_a_tensor_without_a_place_is_named(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", tensors(rope_freqs=(16,)))
-    with pytest.raises(GGUFError, match=r"m\.gguf: tensor rope_freqs\.weight has no place in a llama model"):
+    path = write_gguf(tmp_path / "m.gguf", tensors(ssm_a=(16,)))
+    with pytest.raises(GGUFError, match=r"m\.gguf: tensor ssm_a\.weight has no place in a llama model"):
         convert_gguf(path, tmp_path / "out")
+
+
+def llama3_divisors(factor: float, original_length: int = 8192) -> np.ndarray:
+    """By what Llama 3.1 divides each frequency: by wavelength, nothing, the factor, or a blend between."""
+    divisors = []
+    for i in range(0, HEAD_DIM, 2):
+        wavelength = 2 * math.pi * 5000.0 ** (i / HEAD_DIM)
+        if wavelength < original_length / 4:
+            divisors.append(1.0)
+        elif wavelength > original_length / 1:
+            divisors.append(factor)
+        else:
+            smooth = (original_length / wavelength - 1) / (4 - 1)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)
+
+
+def test_rope_scaling_of_llama_3(tmp_path):
+    values = tensors()
+    values["rope_freqs"] = llama3_divisors(32.0)
+    assert len(set(values["rope_freqs"])) > 3  # all three cases occur
+    config, found = convert(write_gguf(tmp_path / "m.gguf", values))
+    assert config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert len(found) == len(values) - 1
+    for wrong in (llama3_divisors(32.0, 4096), llama3_divisors(32.0)[:-1]):
+        path = write_gguf(tmp_path / "wrong.gguf", values | {"rope_freqs": wrong})
+        with pytest.raises(GGUFError, match=r"wrong\.gguf: tensor rope_freqs\.weight is not what .* factor=32\.0"):
+            convert_gguf(path, tmp_path / "out")
 
 
 def test_truncated_anywhere(tmp_path):
