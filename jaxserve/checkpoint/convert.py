@@ -17,10 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxserve.checkpoint.hugging_face import dtype_of, model_tensors, parse_json, read_config, read_tensor
-from jaxserve.checkpoint.loading import load_decoder, model_folder
+from jaxserve.checkpoint.hugging_face import (
+    dtype_of,
+    load_hugging_face,
+    model_tensors,
+    parse_json,
+    read_config,
+    read_tensor,
+)
+from jaxserve.checkpoint.loading import model_folder
 from jaxserve.checkpoint.model_cache import say
-from jaxserve.checkpoint.orbax import holds_orbax, save_orbax
+from jaxserve.checkpoint.orbax import holds_orbax, load_orbax, save_orbax
 from jaxserve.checkpoint.safetensors_file import write_safetensors
 from jaxserve.config import DTYPES
 from jaxserve.models.config import ModelConfig
@@ -46,11 +53,11 @@ def convert(
     _check_output(output, overwrite)
     source = model_folder(model)
     for place in (source, Path(model or source).expanduser()):
-        apart = not place.resolve().is_relative_to(output.resolve())
-        require(apart, "output", str(output), f"another folder than that of the model, {place}")
+        within = place.exists() and place.resolve().is_relative_to(output.resolve())
+        require(not within, "output", str(output), f"another folder than that of the model, {place}")
     config = read_config(source)
     dtype = dtype_of(config, dtype).name
-    if format != "orbax" and holds_orbax(source) and not any(source.glob("*.safetensors")):
+    if format != "orbax" and not _holds_safetensors(source) and holds_orbax(source):
         raise ValueError(f"format={format!r}: {source} holds an Orbax tree only, which can be written as 'orbax' alone")
     say(f"converting {source} to {output} in {dtype}")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -62,10 +69,24 @@ def convert(
             _write_hugging_face(source, config, finished, dtype)
         if format != "hugging_face":
             _write_orbax(source, finished, dtype)
-        if output.exists():
-            output.rename(Path(scratch) / "replaced")
-        finished.rename(output)
+        _replace(output, finished, Path(scratch) / "replaced")
     return output
+
+
+def _holds_safetensors(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def _replace(output: Path, finished: Path, aside: Path) -> None:
+    """Give `finished` its name; what had it before is put aside, and back if that fails."""
+    if output.exists():
+        output.rename(aside)
+    try:
+        finished.rename(output)
+    except OSError:
+        if aside.exists():
+            aside.rename(output)
+        raise
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
@@ -106,5 +127,7 @@ def _write_hugging_face(source: Path, config: ModelConfig, folder: Path, dtype: 
 
 def _write_orbax(source: Path, folder: Path, dtype: str) -> None:
     say("writing the tree for Orbax")
+    # Of two formats the one that every version reads.
+    load = load_hugging_face if _holds_safetensors(source) else load_orbax
     with jax.default_device(jax.local_devices(backend="cpu")[0]):  # an accelerator's memory is not needed
-        save_orbax(load_decoder(source, dtype=jnp.dtype(dtype)), folder)
+        save_orbax(load(source, dtype=jnp.dtype(dtype)), folder)

@@ -144,6 +144,15 @@ def test_an_orbax_tree_as_the_source(source, tmp_path):
     assert_same_values(load_decoder(output), load_hugging_face(source, dtype="bfloat16"))
 
 
+def test_a_tree_of_another_layout_beside_safetensors(source, tmp_path):
+    old = convert(source, tmp_path / "old")
+    key = old / "orbax" / "jaxserve.json"
+    key.write_text(json.dumps(json.loads(key.read_text()) | {"layout": 0}))
+    with pytest.raises(CheckpointError, match="layout=0"):
+        load_decoder(old)
+    assert_same_values(load_decoder(convert(old, tmp_path / "new")), load_hugging_face(source))
+
+
 def test_what_exists_is_replaced_only_when_asked(source, tmp_path):
     output = tmp_path / "output"
     output.mkdir()  # empty: nothing to lose
