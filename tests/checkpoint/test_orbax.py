@@ -123,14 +123,16 @@ def test_where_jax_puts_arrays(stored, cpu_devices):
     assert {device for leaf in leaves(decoder) for device in leaf.devices()} == {cpu_devices[1]}
 
 
-def test_an_engine_answers_the_same(original, stored):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_engine_answers_the_same(original, stored, cpu_devices, devices):
+    mesh = jax.sharding.Mesh(np.array(cpu_devices[:devices]), ("model",)) if devices > 1 else None
     params = [
         SamplingParams(temperature=0, max_tokens=8, logprobs=3),
         SamplingParams(temperature=0.9, seed=3, max_tokens=8, logprobs=3),
     ]
     results = []
     for folder in (original, stored):
-        with LLM(str(folder), **SHAPES) as llm:
+        with LLM(str(folder), mesh=mesh, **SHAPES) as llm:
             results.append([result.outputs[0] for result in llm.generate(["Once upon", "a time"], params)])
     for ours, theirs in zip(*results, strict=True):
         assert (ours.text, ours.token_ids, ours.logprobs) == (theirs.text, theirs.token_ids, theirs.logprobs)
