@@ -1,4 +1,4 @@
-"""The command line: `jaxserve generate`. Every option comes from the dataclasses, by YAML file or by flag."""
+"""The command line: `jaxserve generate | convert`. Options come from the dataclasses, by YAML file or by flag."""
 
 import dataclasses
 import gc
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
+from jaxserve.commands import convert
 from jaxserve.config import EngineConfig
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="jaxserve", description="An exact LLM inference engine for JAX.", **_STRICT)
     commands = parser.add_subcommands(required=True, dest="command")
     commands.add_subcommand("generate", _generate_parser(), help="answer prompts, streaming")
+    commands.add_subcommand("convert", convert.parser(**_STRICT), help="write a model in another dtype or format")
     given = [_underscored(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
     try:
         options = parser.parse_args(given)
@@ -36,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"jaxserve: {_one_line(str(error))}", file=sys.stderr)
         return 2
     try:
-        return {"generate": _generate}[options.command](options[options.command])
+        return {"generate": _generate, "convert": convert.run}[options.command](options[options.command])
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         if os.environ.get("JAXSERVE_TRACEBACK"):
             raise

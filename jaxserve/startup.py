@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -15,15 +14,8 @@ import jax.numpy as jnp
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.cache.memory import CPU_TOKENS_PER_REQUEST, MemoryPlan, device_memory, plan_memory
-from jaxserve.checkpoint.demo_model import demo_model_folder
-from jaxserve.checkpoint.hugging_face import (
-    dtype_of,
-    load_hugging_face,
-    read_config,
-    read_generation_defaults,
-    resolve_model,
-)
-from jaxserve.checkpoint.model_cache import converted_gguf
+from jaxserve.checkpoint.hugging_face import dtype_of, read_config, read_generation_defaults
+from jaxserve.checkpoint.loading import load_decoder, model_folder
 from jaxserve.config import EngineConfig
 from jaxserve.input_processor import InputProcessor
 from jaxserve.kernels_pallas.paged_attention import choose_attention
@@ -168,13 +160,13 @@ def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _named(config: EngineConfig, tokenizer: Tokenizer | None) -> Model:
-    folder = demo_model_folder() if config.model is None else _folder(str(config.model))
+    folder = model_folder(config.model)
     model_config = read_config(folder, max_model_len=config.max_model_len)
     if tokenizer is None:
-        text_folder = folder if config.tokenizer is None else _folder(str(config.tokenizer))
+        text_folder = folder if config.tokenizer is None else model_folder(config.tokenizer)
         tokenizer = Tokenizer.from_folder(text_folder, vocab_size=model_config.vocab_size)
     dtype = dtype_of(model_config, config.dtype)
-    load = lambda: load_hugging_face(folder, dtype=dtype, max_model_len=config.max_model_len, mesh=config.mesh)
+    load = lambda: load_decoder(folder, dtype=dtype, max_model_len=config.max_model_len, mesh=config.mesh)
     return Model(model_config, dtype, tokenizer, load, _defaults(config, folder))
 
 
@@ -187,15 +179,9 @@ def _defaults(config: EngineConfig, folder: Path) -> SamplingParams:
         raise ValueError(f"{folder / 'generation_config.json'}: {error}; generation_config='none' ignores it") from None
 
 
-def _folder(name: str) -> Path:
-    """The folder behind a name: a folder, a GGUF file (converted once) or a hub id."""
-    path = Path(name).expanduser()
-    return converted_gguf(path) if path.suffix == ".gguf" and path.is_file() else resolve_model(name)
-
-
 def _given(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) -> Model:
     if tokenizer is None and config.tokenizer is not None:
-        tokenizer = Tokenizer.from_folder(_folder(str(config.tokenizer)), vocab_size=decoder.config.vocab_size)
+        tokenizer = Tokenizer.from_folder(model_folder(config.tokenizer), vocab_size=decoder.config.vocab_size)
     return Model(decoder.config, decoder.embed[...].dtype, tokenizer, lambda: decoder)
 
 

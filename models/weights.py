@@ -5,9 +5,9 @@ function that reads one by name (`build_decoder`); the tables of `registry.py` s
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from jaxserve.models.config import CheckpointError, ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.registry import FAMILIES, Fuse
 from jaxserve.models.sharding import check_mesh, parameter_sharding
+
+# What `fuse_tensors` makes of stored tensors has a number: converted trees are kept by it (checkpoint/orbax.py).
+LAYOUT = 1
 
 # Buffers that older versions of transformers stored; the frequencies come from config.json.
 JUNK = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -40,11 +43,8 @@ class Leaf(NamedTuple):
 
 def decoder_leaves(config: ModelConfig) -> list[Leaf]:
     """Every parameter of the model, in the order of `jax.tree.leaves(nnx.state(decoder))`."""
-    return _leaves(config, nnx.state(abstract_decoder(config)))
-
-
-def _leaves(config: ModelConfig, state: Any) -> list[Leaf]:
     table = FAMILIES[config.architecture].weights
+    state = nnx.state(abstract_decoder(config))
     leaves = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         path = ".".join(str(key.key) for key in key_path if isinstance(key, jax.tree_util.DictKey))
@@ -137,22 +137,25 @@ def build_decoder(
 
     if mesh is not None:
         check_mesh(config, mesh)
-    return _assemble(config, dtype, fused, mesh)
+    return _fill(config, dtype, fused, mesh)
 
 
-def _assemble(
-    config: ModelConfig, dtype, value: Callable[[Leaf], np.ndarray], mesh: jax.sharding.Mesh | None
-) -> Decoder:
+def assemble(config: ModelConfig, arrays: Sequence[jax.Array]) -> Decoder:
+    """The decoder of these parameters, given in the order of `decoder_leaves` and of its shapes."""
     graphdef, state = nnx.split(abstract_decoder(config))
+    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), arrays))
+
+
+def _fill(config: ModelConfig, dtype, value: Callable[[Leaf], np.ndarray], mesh: jax.sharding.Mesh | None) -> Decoder:
     arrays = []
-    for leaf in _leaves(config, state):
+    for leaf in decoder_leaves(config):
         # A fresh array, never a view of a file: on the CPU JAX may keep it as the device's own copy.
         host = np.array(value(leaf), dtype=dtype, order="C", copy=True)
         if host.shape != leaf.shape:
             tensors = ", ".join(leaf.tensors)
             raise CheckpointError(f"{tensors}: shape {host.shape} instead of {leaf.shape} for {leaf.path}")
         arrays.append(jax.device_put(host, None if mesh is None else parameter_sharding(mesh, leaf.path)))
-    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), arrays))
+    return assemble(config, arrays)
 
 
 def random_decoder(config: ModelConfig, seed: int = 0, dtype=jnp.float32) -> Decoder:
@@ -172,4 +175,4 @@ def random_decoder(config: ModelConfig, seed: int = 0, dtype=jnp.float32) -> Dec
         fan_in = {"embed": config.hidden_size, "out": leaf.shape[0] * leaf.shape[-2]}.get(kind, leaf.shape[0])
         return noise / np.float32(np.sqrt(fan_in))
 
-    return _assemble(config, dtype, fill, None)
+    return _fill(config, dtype, fill, None)

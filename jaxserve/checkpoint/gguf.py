@@ -5,8 +5,6 @@ Tensors are dequantised one at a time, so the memory needed is that of the large
 """
 
 import json
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +13,17 @@ from gguf.quants import dequantize
 
 from jaxserve.checkpoint.gguf_reader import GGUFError, GGUFFile, GGUFTensor, read_gguf
 from jaxserve.checkpoint.gguf_tokenizer import write_tokenizer
+from jaxserve.checkpoint.safetensors_file import write_safetensors
+from jaxserve.models.rope import RopeScaling, inverse_frequencies, rope_from_hf
 
 __all__ = ["GGUFError", "convert_gguf"]
 
-READABLE_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+# A K-quant file mixes the K types with F32; where rows are no multiple of 256, llama.cpp takes Q4_0, Q5_0, Q5_1, Q8_0
+# or IQ4_NL instead. Q8_K is a type of its activations, which no file holds.
+READABLE_TYPES = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"),
+)
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -38,6 +43,9 @@ _TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_ROPE_FACTORS = "rope_freqs.weight"
+# What the Llama models from 3.1 on share; their `factor` differs.
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
@@ -75,12 +83,12 @@ def convert_gguf(path: str | Path, out_folder: str | Path, dtype_hint: str = "bf
     architecture = ARCHITECTURES.get(file.architecture)
     if architecture is None:
         raise GGUFError(f"{path}: architecture {file.architecture!r} is not one of {', '.join(ARCHITECTURES)}")
-    config = _config(file, architecture, dtype_hint)
-    tensors = {_hugging_face_name(file, tensor): tensor for tensor in file.tensors}
     for tensor in file.tensors:
         if tensor.type_name not in READABLE_TYPES:
             known = ", ".join(READABLE_TYPES)
             raise GGUFError(f"{path}: tensor {tensor.name} is of type {tensor.type_name}, not one of {known}")
+    config = _config(file, architecture, dtype_hint)
+    tensors = {_hugging_face_name(file, tensor): tensor for tensor in file.tensors if tensor.name != _ROPE_FACTORS}
     out_folder = Path(out_folder)
     out_folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(file, out_folder)
@@ -96,7 +104,7 @@ def convert_gguf(path: str | Path, out_folder: str | Path, dtype_hint: str = "bf
         return rows
 
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    _write_safetensors(out_folder / "model.safetensors", shapes, value)
+    write_safetensors(out_folder / "model.safetensors", shapes, "float32", value)
 
 
 def _config(file: GGUFFile, architecture: Architecture, dtype_hint: str) -> dict:
@@ -118,15 +126,18 @@ def _config(file: GGUFFile, architecture: Architecture, dtype_hint: str) -> dict
         "max_position_embeddings": file.number("context_length"),
         "rms_norm_eps": _shortest_float32(file.number("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest_float32(file.number("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(file),
         "attention_bias": "blk.0.attn_q.bias" in names,
         "mlp_bias": "blk.0.ffn_up.bias" in names,
         "tie_word_embeddings": "output.weight" not in names,
     }
-    return {name: value for name, value in config.items() if value is not None} | _generation_config(file)
+    if scaling := _rope_scaling(file, config["rope_theta"], config["head_dim"]):
+        config["rope_scaling"] = scaling
+    return config | _generation_config(file)
 
 
-def _rope_scaling(file: GGUFFile) -> dict | None:
+def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict | None:
+    if any(tensor.name == _ROPE_FACTORS for tensor in file.tensors):
+        return _llama3_scaling(file, theta, head_dim)
     kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -135,6 +146,19 @@ def _rope_scaling(file: GGUFFile) -> dict | None:
     scaling = {"rope_type": kind, "factor": _shortest_float32(file.number("rope.scaling.factor"))}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = file.number("rope.scaling.original_context_length")
+    return scaling
+
+
+def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict:
+    """The rope scaling of Llama 3.1 and later. llama.cpp keeps only what it comes to, a divisor of each frequency."""
+    divisors = _dequantized(file.tensor(_ROPE_FACTORS))
+    scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA3_SCALING}
+    config = {"rope_scaling": scaling, "rope_theta": theta}
+    _, parsed = rope_from_hf(config, default_theta=theta, max_position=1, max_model_len=None)
+    plain, scaled = (inverse_frequencies(theta, head_dim, kind) for kind in (RopeScaling(), parsed))
+    if divisors.shape != plain.shape or not np.allclose(divisors, plain / scaled, rtol=1e-4):
+        described = ", ".join(f"{name}={value}" for name, value in scaling.items())
+        raise GGUFError(f"{file.path}: tensor {_ROPE_FACTORS} is not what the rope scaling {described} comes to")
     return scaling
 
 
@@ -178,18 +202,3 @@ def _shortest_float32(value: float) -> float:
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], value: Callable[[str], np.ndarray]) -> None:
-    """Write float32 tensors one after the other; the library's own writer wants them all in memory."""
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the data starts at a multiple of 8
-    with path.open("wb") as out:
-        out.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name in shapes:
-            out.write(np.ascontiguousarray(value(name), "<f4").data)

@@ -1,9 +1,11 @@
 """The tokenizer of a GGUF file, rebuilt as Hugging Face's tokenizer.json and tokenizer_config.json."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxserve.checkpoint.gguf_reader import GGUFError, GGUFFile
 
@@ -14,10 +16,38 @@ def _byte_level() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
-# How a text is cut before merges are applied, by the name in `tokenizer.ggml.pre`.
-PRE_TOKENIZERS = {
-    "gpt-2": _byte_level,
-    "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()]),
+def _cut_by(digits: str) -> pre_tokenizers.PreTokenizer:
+    """The rule that Llama 3 and Qwen2 share: contractions, words with what stands before them, digits, the rest."""
+    rule = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(rule), behavior="isolated"), whole])
+
+
+class _Rules(NamedTuple):
+    """What `tokenizer.ggml.pre` stands for; as in the tokenizer.json that the model was published with.
+
+    Attributes:
+        pre_tokenizer: how a text is cut before merges are applied.
+        normalizer: what is done to a text before it is cut.
+        ignore_merges: a piece that is a token is that token, even if no merges lead to it.
+        add_bos: what llama.cpp does where the file does not say whether a text begins with the first token.
+    """
+
+    pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
+    normalizer: normalizers.Normalizer | None = None
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+RULES = {
+    "gpt-2": _Rules(_byte_level),
+    "smollm": _Rules(lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])),
+    "llama-bpe": _Rules(lambda: _cut_by(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True),
+    "qwen2": _Rules(lambda: _cut_by(r"\p{N}"), normalizers.NFC()),
 }
 
 
@@ -26,25 +56,29 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     model, pre = file.require("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
     if model != "gpt2":
         raise GGUFError(f"{file.path}: tokenizer.ggml.model {model!r} is not supported, only 'gpt2' (byte-level)")
-    if pre not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
+    if pre not in RULES:
+        known = ", ".join(RULES)
         raise GGUFError(f"{file.path}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not one of {known}")
+    rules = RULES[pre]
     tokens, types = file.require("tokenizer.ggml.tokens"), file.require("tokenizer.ggml.token_type")
     if len(tokens) != len(types) or len(set(tokens)) != len(tokens):
         raise GGUFError(f"{file.path}: tokenizer.ggml.tokens are not distinct, or not as many as token_type")
     merges = [tuple(merge.split(" ")) for merge in file.require("tokenizer.ggml.merges")]
     try:
-        bpe = models.BPE({token: token_id for token_id, token in enumerate(tokens)}, merges)
+        vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+        bpe = models.BPE(vocabulary, merges, ignore_merges=rules.ignore_merges)
     except Exception as error:  # the library raises bare Exceptions
         raise GGUFError(f"{file.path}: tokenizer.ggml.merges do not fit the tokens: {error}") from error
     tokenizer = Tokenizer(bpe)
-    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    if rules.normalizer is not None:
+        tokenizer.normalizer = rules.normalizer
+    tokenizer.pre_tokenizer = rules.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, types, strict=True):
         if kind in (_CONTROL, _USER_DEFINED):
             add = tokenizer.add_special_tokens if kind == _CONTROL else tokenizer.add_tokens
             add([AddedToken(token, normalized=False)])
-    _surround(file, tokenizer, tokens)
+    _surround(file, tokenizer, tokens, rules)
     return tokenizer
 
 
@@ -77,14 +111,14 @@ def _named_token(file: GGUFFile, name: str) -> str | None:
     return tokens[token_id]
 
 
-def _surround(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
+def _surround(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str], rules: _Rules) -> None:
     """Let the tokenizer put the first and last token around a text where the file asks for it."""
     template, special = ["$A"], []
-    for name, place in (("bos", 0), ("eos", 2)):
-        if file.metadata.get(f"tokenizer.ggml.add_{name}_token", False):
+    for name, place, default in (("bos", 0, rules.add_bos), ("eos", 2, False)):
+        if file.metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             token = _named_token(file, name)
             if token is None:
-                raise GGUFError(f"{file.path}: add_{name}_token is set, but there is no {name}_token_id")
+                raise GGUFError(f"{file.path}: a text is to have the {name} token, but there is no {name}_token_id")
             template.insert(place, token)
             special.append((token, tokens.index(token)))
     if special:

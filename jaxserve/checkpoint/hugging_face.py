@@ -146,18 +146,39 @@ def load_hugging_face(
     """
     folder = Path(folder)
     config = read_config(folder, max_model_len=max_model_len)
+    tensors = model_tensors(folder, config)
+    dtype = dtype_of(config) if dtype is None else jnp.dtype(dtype)
+    return build_decoder(config, dtype=dtype, read=lambda name: read_tensor(name, tensors[name], dtype), mesh=mesh)
+
+
+def model_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors that the model is made of, checked: names, shapes, dtypes, and that a tied head is the embedding."""
     tensors = read_headers(folder)
     if config.tie_word_embeddings and "lm_head.weight" in tensors:
         _check_tied_head(tensors)
         del tensors["lm_head.weight"]
     check_tensors(config, {name: tensor.shape for name, tensor in tensors.items()}, str(folder))
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _STORED_DTYPES and not JUNK.search(name):
+    needed = {name: tensor for name, tensor in tensors.items() if not JUNK.search(name)}
+    for name, tensor in needed.items():
+        if tensor.dtype not in _STORED_DTYPES:
             raise UnsupportedModelError(
                 f"{tensor.file}: tensor {name!r} has dtype {tensor.dtype}; known: {', '.join(_STORED_DTYPES)}"
             )
-    dtype = dtype_of(config) if dtype is None else jnp.dtype(dtype)
-    return build_decoder(config, dtype=dtype, read=lambda name: tensors[name].read(), mesh=mesh)
+    return needed
+
+
+def read_tensor(name: str, stored: StoredTensor, dtype: Any) -> np.ndarray:
+    """The values of a tensor in `dtype`, rounded to nearest even; CheckpointError where float16 cannot hold them."""
+    values = stored.read()
+    with np.errstate(over="ignore"):
+        cast = values.astype(dtype, copy=False)
+    if cast.dtype == np.float16 and cast is not values and np.isinf(cast).any():
+        largest = np.abs(values.astype(np.float32)).max()
+        raise CheckpointError(
+            f"{stored.file}: dtype='float16' cannot hold tensor {name!r}, which reaches {largest:g}; "
+            "use bfloat16 or float32"
+        )
+    return cast
 
 
 def _check_tied_head(tensors: dict[str, StoredTensor]) -> None:
@@ -210,7 +231,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         start = 8 + length
         if size < start:
             raise CheckpointError(f"{file}: truncated: {size} bytes, but the header alone ends at {start}")
-        header = _parse_json(stream.read(length), file)
+        header = parse_json(stream.read(length), file)
     tensors = {}
     end = start
     for name, entry in header.items():
@@ -237,10 +258,11 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"{file}: the file is missing")
-    return _parse_json(file.read_bytes(), file)
+    return parse_json(file.read_bytes(), file)
 
 
-def _parse_json(content: bytes, file: Path) -> dict[str, Any]:
+def parse_json(content: bytes, file: Path) -> dict[str, Any]:
+    """The JSON object that `file` contains; CheckpointError, naming the file, where it is none."""
     try:
         value = json.loads(content)
     except ValueError as error:
