@@ -76,7 +76,8 @@ class Engine:
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> None:
-        """Queue a request. `prompt` is text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}.
+        """Queue a request. `prompt` is text, token ids, or a dict with "prompt" or "prompt_token_ids" (or both: the
+        text is then what the ids stand for).
 
         Raises ValueError, naming field, value and rule, for anything that the engine could not honour.
         """
@@ -129,17 +130,20 @@ class Engine:
 
     @no_type_check
     def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-                raise ValueError(f"prompt: keys {list(prompt)}: must be either 'prompt' or 'prompt_token_ids'")
-            [(key, prompt)] = prompt.items()
-            if isinstance(prompt, str) != (key == "prompt"):
-                raise ValueError(f"{key}: {type(prompt).__name__}: 'prompt' must be text, 'prompt_token_ids' token ids")
         text = prompt if isinstance(prompt, str) else None
-        if text is not None:
+        if isinstance(prompt, dict):
+            if not prompt or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+                raise ValueError(f"prompt: keys {list(prompt)}: must be 'prompt' or 'prompt_token_ids', or both")
+            for key, value in prompt.items():
+                if isinstance(value, str) != (key == "prompt"):
+                    kind = type(value).__name__
+                    raise ValueError(f"{key}: {kind}: 'prompt' must be text, 'prompt_token_ids' token ids")
+            text = prompt.get("prompt")
+            prompt = prompt.get("prompt_token_ids", text)
+        if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt: text needs a tokenizer, and this engine has none; give token ids")
-            ids = self.tokenizer.encode(text)
+            ids = self.tokenizer.encode(prompt)
         elif _is_sequence(prompt):
             ids = [int(i) if isinstance(i, np.integer) else i for i in prompt]
         else:
