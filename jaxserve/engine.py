@@ -89,6 +89,8 @@ class Engine:
             raise ValueError(f"params={params!r}: params must be a SamplingParams")
         if not is_integer(priority):
             raise ValueError(f"priority={priority!r}: priority must be an integer")
+        if priority and self.config.scheduling_policy != "priority":
+            raise ValueError(f"priority={priority}: priority must be 0 unless scheduling_policy is 'priority'")
         text, ids = self._prompt(prompt)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         limit = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens

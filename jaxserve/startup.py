@@ -27,6 +27,7 @@ from jaxserve.models.weights import decoder_leaves
 from jaxserve.runner import determinism
 from jaxserve.runner.runner import Runner
 from jaxserve.scheduler.buckets import ROW_MULTIPLE, Buckets
+from jaxserve.scheduler.policies import make_policy
 from jaxserve.scheduler.scheduler import Scheduler, StepPlan
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -134,6 +135,9 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=make_policy(
+            config.scheduling_policy, max_num_seqs=config.max_num_seqs, priority_aging_s=config.priority_aging_s
+        ),
     )
     if config.compile == "warmup":
         runner.warm_up(_progress)

@@ -127,6 +127,7 @@ WRONG_REQUESTS = [
     ({"priority": 1.5}, "^priority=1.5: priority must be an integer"),
     ({"priority": True}, "^priority=True"),
     ({"priority": None}, "^priority=None"),
+    ({"priority": -1}, "^priority=-1: priority must be 0 unless scheduling_policy is 'priority'"),
 ]
 
 
