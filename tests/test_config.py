@@ -48,7 +48,12 @@ def test_wrong_values_are_refused_with_field_value_and_rule(field):
 
 @pytest.mark.parametrize(
     ("field", "wrong", "right"),
-    [("dtype", "bfloat", "bfloat16"), ("compile", "warm-up", "warmup"), ("attention_backend", "XLA", "xla"), ("scheduling_policy", "prio", "priority")],
+    [
+        ("dtype", "bfloat", "bfloat16"),
+        ("compile", "warm-up", "warmup"),
+        ("attention_backend", "XLA", "xla"),
+        ("scheduling_policy", "prio", "priority"),
+    ],
 )
 def test_a_wrong_choice_is_refused_with_the_nearest(field, wrong, right):
     with pytest.raises(ValueError, match=f"did you mean '{right}'"):

@@ -1,8 +1,8 @@
 """In which order requests are served, and who may start. Knows no JAX.
 
-    fcfs       by arrival; a preempted request returns in front of everybody who came after it
-    priority   a lower number goes first, by arrival within one; who waits may take the place of who ranks lower
-    static     by arrival in batches: the next batch starts when the last request of this one has ended
+fcfs       by arrival; a preempted request returns in front of everybody who came after it
+priority   a lower number goes first, by arrival within one; who waits may take the place of who ranks lower
+static     by arrival in batches: the next batch starts when the last request of this one has ended
 """
 
 from bisect import insort
