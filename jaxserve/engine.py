@@ -21,7 +21,7 @@ from jaxserve.runner.inputs import Run
 from jaxserve.runner.runner import StepHandle, StepResult
 from jaxserve.runner.slots import pack_admission
 from jaxserve.sampling_params import SamplingParams, child_seed
-from jaxserve.scheduler.scheduler import PlanEntry, StepPlan
+from jaxserve.scheduler.scheduler import PlanEntry, SchedulerStats, StepPlan
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.validation import is_integer
@@ -313,6 +313,11 @@ class Engine:
             "max_model_len": self.max_model_len,
             "num_pages": scheduler.pool.num_pages,
         }
+
+    def reset_stats(self) -> None:
+        """Count from zero again, for measurements; compilations are still counted from the start."""
+        self._counters = startup.Counters()
+        self.scheduler.stats = SchedulerStats()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless free + cached + owned pages are all pages and no slot is lost."""

@@ -55,6 +55,21 @@ class Model(NamedTuple):
     load: Callable[[], Decoder]
 
 
+class Prepared(NamedTuple):
+    """What an engine will be, before the weights are loaded.
+
+    `not_proven` says why results will depend on the batch, if `deterministic` is False and was not asked to be.
+    """
+
+    model: Model
+    layout: KVLayout
+    memory_plan: MemoryPlan
+    max_model_len: int
+    deterministic: bool
+    not_proven: str | None
+    buckets: Buckets
+
+
 @dataclass
 class Counters:
     """What the engine counts itself; see `Engine.stats`."""
@@ -88,8 +103,8 @@ class Counters:
         }
 
 
-def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None) -> Parts:
-    """Build everything that an engine needs. ValueError for options that do not go together."""
+def prepare(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None) -> Prepared:
+    """Everything that is decided before the weights are loaded. ValueError for options that do not go together."""
     model = _given(config, decoder, tokenizer) if decoder is not None else _named(config, tokenizer)
     if config.mesh is not None:
         check_mesh(model.config, config.mesh)
@@ -102,15 +117,19 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         model.dtype,
     )
     plan = _plan_memory(config, model, layout, wanted_len)
-    _log.info("%s", plan)
     max_len = _fit_length(config, wanted_len, plan)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_len:
         raise ValueError(
             f"max_num_batched_tokens={config.max_num_batched_tokens}: without enable_chunked_prefill it must be at "
             f"least max_model_len={max_len}, so that every prompt fits one step"
         )
-    backend = jax.default_backend()
-    deterministic, buckets = _buckets(config, backend, model.dtype)
+    return Prepared(model, layout, plan, max_len, *_buckets(config, jax.default_backend(), model.dtype))
+
+
+def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None) -> Parts:
+    """Build everything that an engine needs. ValueError for options that do not go together."""
+    model, layout, plan, max_len, deterministic, _, buckets = prepare(config, decoder, tokenizer)
+    _log.info("%s", plan)
     runner = Runner(
         model.load(),
         layout=layout,
@@ -214,18 +233,18 @@ def _fit_length(config: EngineConfig, wanted: int, plan: MemoryPlan) -> int:
     return min(wanted, capacity)
 
 
-def _buckets(config: EngineConfig, backend: str, dtype: jnp.dtype) -> tuple[bool, Buckets]:
-    """Whether to be deterministic, and the shapes that go with it."""
+def _buckets(config: EngineConfig, backend: str, dtype: jnp.dtype) -> tuple[bool, str | None, Buckets]:
+    """Whether to be deterministic, why not if that was wanted, and the shapes that go with it."""
     make = lambda smallest: Buckets.make(config.max_num_batched_tokens, config.max_num_seqs, smallest)
     if config.deterministic is False:
-        return False, make(ROW_MULTIPLE)
+        return False, None, make(ROW_MULTIPLE)
     buckets = make(determinism.smallest_bucket(backend, dtype))
     reason = determinism.unproven(backend, dtype, buckets.tokens[-1])
     if reason is None:
-        return True, buckets
+        return True, None, buckets
     if config.deterministic is True:
         raise ValueError(f"deterministic=True: {reason}")
-    return False, make(ROW_MULTIPLE)
+    return False, reason, make(ROW_MULTIPLE)
 
 
 def _progress(done: int, total: int, name: str) -> None:
