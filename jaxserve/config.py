@@ -9,6 +9,7 @@ from jaxserve.validation import check_names, is_integer, is_number, nearest_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "reference", "xla")
+SCHEDULING_POLICIES = ("fcfs", "priority", "static")
 COMPILE_MODES = ("lazy", "warmup")
 GENERATION_CONFIGS = ("auto", "none")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
@@ -35,6 +36,11 @@ class EngineConfig:
             stays under 2 GiB.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens computed in one step; prompts are cut into chunks that fit.
+        scheduling_policy: `fcfs` serves by arrival; `priority` lower priorities first, and a request that lacks room
+            takes that of running ones of a worse priority, which are recomputed later; `static` batch after batch,
+            for comparison.
+        priority_aging_s: with `priority`, seconds after which a request counts as one priority better, so that
+            nobody waits for ever; None never.
         enable_prefix_caching: reuse the pages of equal prefixes.
         enable_chunked_prefill: False computes each prompt in one step.
         async_scheduling: plan and post-process on the host while the device computes the next step.
@@ -58,6 +64,8 @@ class EngineConfig:
     memory_utilization: float = 0.9
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 128
+    scheduling_policy: str = "fcfs"
+    priority_aging_s: float | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
@@ -78,6 +86,11 @@ class EngineConfig:
         self._one_of("dtype", DTYPES)
         self._one_of("compile", COMPILE_MODES)
         self._one_of("generation_config", GENERATION_CONFIGS)
+        self._one_of("scheduling_policy", SCHEDULING_POLICIES)
+        aging = self.priority_aging_s
+        rule = "a number above 0 or None, and None unless scheduling_policy is 'priority'"
+        valid = is_number(aging) and aging > 0 and self.scheduling_policy == "priority"
+        require(aging is None or valid, "priority_aging_s", aging, rule)
         self._one_of("attention_backend", ATTENTION_BACKENDS)
         self._one_of("page_size", PAGE_SIZES)
         self._one_of("deterministic", ("auto", True, False))

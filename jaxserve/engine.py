@@ -21,7 +21,7 @@ from jaxserve.runner.inputs import Run
 from jaxserve.runner.runner import StepHandle, StepResult
 from jaxserve.runner.slots import pack_admission
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler.scheduler import Admission, PlanEntry, StepPlan
+from jaxserve.scheduler.scheduler import Admission, PlanEntry, SchedulerStats, StepPlan
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -76,8 +76,8 @@ class Engine:
 
     @no_type_check  # it checks itself: the tests' type checker would come first with another error
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Queue a request. `prompt` is text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may
-        hold a "cache_salt" too.
+        """Queue a request. `prompt` is text, token ids, or a dict with "prompt" or "prompt_token_ids" (or both: the
+        text is then what the ids stand for), and maybe "cache_salt".
 
         Raises ValueError, naming field, value and rule, for anything that the engine could not honour.
         """
@@ -248,6 +248,11 @@ class Engine:
             "max_model_len": self.max_model_len,
             "num_pages": scheduler.pool.num_pages,
         }
+
+    def reset_stats(self) -> None:
+        """Count from zero again, for measurements; compilations are still counted from the start."""
+        self._counters = startup.Counters()
+        self.scheduler.stats = SchedulerStats()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless free + cached + owned pages are all pages and no slot is lost."""

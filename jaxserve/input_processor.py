@@ -1,7 +1,7 @@
 """From what a user hands over to a request: every check before the engine's loop. Knows no schedule and no device."""
 
 from collections.abc import Sequence
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.validation import is_integer
 
 Prompt = str | Sequence[int] | np.ndarray | dict
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 class InputProcessor:
@@ -29,12 +30,14 @@ class InputProcessor:
         *,
         seed: int,
         defaults: SamplingParams,
+        scheduling_policy: str = "fcfs",
     ):
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.defaults = defaults
         self._seed = seed
+        self._scheduling_policy = scheduling_policy
         self._arrivals = 0
 
     @no_type_check  # it checks itself: the tests' type checker would come first with another error
@@ -74,24 +77,14 @@ class InputProcessor:
 
     @no_type_check
     def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """Text (None if ids were given), token ids, and the cache salt that the prompt brought along."""
-        salt = None
+        """Text (None if there is none), token ids, and the cache salt that the prompt brought along."""
+        text, salt = prompt if isinstance(prompt, str) else None, None
         if isinstance(prompt, dict):
-            keys = prompt.keys() - {"cache_salt"}
-            if len(keys) != 1 or not keys <= {"prompt", "prompt_token_ids"}:
-                raise ValueError(
-                    f"prompt: keys {list(prompt)}: must be either 'prompt' or 'prompt_token_ids', maybe 'cache_salt'"
-                )
-            salt = SamplingParams(cache_salt=prompt["cache_salt"]).cache_salt if "cache_salt" in prompt else None
-            [key] = keys
-            prompt = prompt[key]
-            if isinstance(prompt, str) != (key == "prompt"):
-                raise ValueError(f"{key}: {type(prompt).__name__}: 'prompt' must be text, 'prompt_token_ids' token ids")
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None:
+            text, prompt, salt = _open(prompt)
+        if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt: text needs a tokenizer, and this engine has none; give token ids")
-            ids = self.tokenizer.encode(text)
+            ids = self.tokenizer.encode(prompt)
         elif _is_sequence(prompt):
             ids = [int(i) if isinstance(i, np.integer) else i for i in prompt]
         else:
@@ -112,6 +105,8 @@ class InputProcessor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if params.priority and self._scheduling_policy != "priority":
+            raise ValueError(f"priority={params.priority}: priority must be 0 unless scheduling_policy is 'priority'")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", list(params.logit_bias or ()))
@@ -128,6 +123,22 @@ class InputProcessor:
         wrong = [i for i in ids if not is_integer(i) or not 0 <= i < vocab]
         if wrong:
             raise ValueError(f"{field}: {wrong[:8]}: must be integers from 0 to {vocab - 1}, the model's vocabulary")
+
+
+@no_type_check
+def _open(prompt: dict) -> tuple[str | None, Any, str | None]:
+    """Text, what is to be computed (the ids if there are any, else the text), and salt of a prompt in a dict."""
+    if not prompt.keys() & {"prompt", "prompt_token_ids"} or not prompt.keys() <= _PROMPT_KEYS:
+        raise ValueError(
+            f"prompt: keys {list(prompt)}: must be 'prompt' or 'prompt_token_ids', or both, and maybe 'cache_salt'"
+        )
+    for key in prompt.keys() - {"cache_salt"}:
+        if isinstance(prompt[key], str) != (key == "prompt"):
+            kind = type(prompt[key]).__name__
+            raise ValueError(f"{key}: {kind}: 'prompt' must be text, 'prompt_token_ids' token ids")
+    salt = SamplingParams(cache_salt=prompt["cache_salt"]).cache_salt if "cache_salt" in prompt else None
+    text = prompt.get("prompt")
+    return text, prompt.get("prompt_token_ids", text), salt
 
 
 def _is_sequence(prompt: object) -> bool:

@@ -1,14 +1,17 @@
 """The front door for scripts: prompts in, results out, in input order."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import no_type_check
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, no_type_check
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.input_processor import Prompt
 from jaxserve.outputs import RequestOutput
+from jaxserve.progress import progress_bar
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.text.chat_template import ChatTemplate, Message
 
 
 class LLM:
@@ -35,21 +38,65 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """The finished results of all prompts, in input order.
 
         `prompts` is one prompt or a sequence of them, each text, token ids or a dict as in `Engine.add_request`;
         `sampling_params` is one for all (None: the defaults) or one each. Raises ValueError for a prompt or a
         parameter that cannot be honoured, before anything is computed. A request that fails while it runs has
-        `finish_reason` "error" and says why in `error`; the others are not disturbed.
+        `finish_reason` "error" and says why in `error`; the others are not disturbed. `use_tqdm`: a progress bar
+        on stderr; None shows it if that is a terminal.
         """
+        prompts = _as_list(prompts)
         results: dict[str, RequestOutput] = {}
-        for delta in self.stream(prompts, sampling_params):
-            if delta.request_id in results:
-                results[delta.request_id].extend(delta)
-            else:
-                results[delta.request_id] = delta
+        with progress_bar(len(prompts), use_tqdm) as progress:
+            for delta in self.stream(prompts, sampling_params):
+                progress.update(delta)
+                if delta.request_id in results:
+                    results[delta.request_id].extend(delta)
+                else:
+                    results[delta.request_id] = delta
         return [results[request_id] for request_id in sorted(results, key=int)]
+
+    @no_type_check
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any] | Callable] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The model's answers to one conversation or to several: `generate` on what the chat template makes of them.
+
+        A conversation is a list of {"role": ..., "content": ...}; see `ChatTemplate.render` for the other options.
+        """
+        several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+        prompts = [
+            self.chat_template.prompt(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in (messages if several else [messages])
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """What makes prompts of conversations; ValueError if there is no tokenizer."""
+        if self.engine.tokenizer is None:
+            raise ValueError("messages: a chat needs a tokenizer, and this engine has none")
+        return ChatTemplate(self.engine.tokenizer)
 
     @no_type_check
     def stream(

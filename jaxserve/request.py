@@ -102,11 +102,6 @@ class Request:
             return 0
         return self.num_tokens - self.num_computed
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """Who goes first: lower is earlier. The last in this order is the first to be preempted."""
-        return self.priority, self.arrival
-
     def hashes(self, count: int, page_size: int) -> list[bytes]:
         """The hashes of the first `count` full pages, whose token ids must be on the host."""
         while len(self.page_hashes) < count:

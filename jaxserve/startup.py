@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from jaxserve.runner.runner import Runner
 from jaxserve.sampling.processing import bytes_per_slot
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import ROW_MULTIPLE, Buckets
+from jaxserve.scheduler.policies import make_policy
 from jaxserve.scheduler.scheduler import Scheduler, StepPlan
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -55,6 +57,21 @@ class Model(NamedTuple):
     tokenizer: Tokenizer | None
     load: Callable[[], Decoder]
     defaults: SamplingParams = SamplingParams()
+
+
+class Prepared(NamedTuple):
+    """What an engine will be, before the weights are loaded.
+
+    `not_proven` says why results will depend on the batch, if `deterministic` is False and was not asked to be.
+    """
+
+    model: Model
+    layout: KVLayout
+    memory_plan: MemoryPlan
+    max_model_len: int
+    deterministic: bool
+    not_proven: str | None
+    buckets: Buckets
 
 
 @dataclass
@@ -90,8 +107,8 @@ class Counters:
         }
 
 
-def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None) -> Parts:
-    """Build everything that an engine needs. ValueError for options that do not go together."""
+def prepare(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None) -> Prepared:
+    """Everything that is decided before the weights are loaded. ValueError for options that do not go together."""
     model = _given(config, decoder, tokenizer) if decoder is not None else _named(config, tokenizer)
     if config.mesh is not None:
         check_mesh(model.config, config.mesh)
@@ -104,15 +121,19 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         model.dtype,
     )
     plan = _plan_memory(config, model, layout, wanted_len)
-    _log.info("%s", plan)
     max_len = _fit_length(config, wanted_len, plan)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_len:
         raise ValueError(
             f"max_num_batched_tokens={config.max_num_batched_tokens}: without enable_chunked_prefill it must be at "
             f"least max_model_len={max_len}, so that every prompt fits one step"
         )
-    backend = jax.default_backend()
-    deterministic, buckets = _buckets(config, backend, model.dtype)
+    return Prepared(model, layout, plan, max_len, *_buckets(config, jax.default_backend(), model.dtype))
+
+
+def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None) -> Parts:
+    """Build everything that an engine needs. ValueError for options that do not go together."""
+    model, layout, plan, max_len, deterministic, _, buckets = prepare(config, decoder, tokenizer)
+    _log.info("%s", plan)
     runner = Runner(
         model.load(),
         layout=layout,
@@ -137,10 +158,20 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=make_policy(
+            config.scheduling_policy, max_num_seqs=config.max_num_seqs, priority_aging_s=config.priority_aging_s
+        ),
     )
     if config.compile == "warmup":
         runner.warm_up(_progress)
-    inputs = InputProcessor(model.config, model.tokenizer, max_len, seed=config.seed, defaults=model.defaults)
+    inputs = InputProcessor(
+        model.config,
+        model.tokenizer,
+        max_len,
+        seed=config.seed,
+        defaults=model.defaults,
+        scheduling_policy=config.scheduling_policy,
+    )
     return Parts(model.tokenizer, model.config, max_len, deterministic, plan, scheduler, runner, inputs)
 
 
@@ -218,18 +249,18 @@ def _fit_length(config: EngineConfig, wanted: int, plan: MemoryPlan) -> int:
     return min(wanted, capacity)
 
 
-def _buckets(config: EngineConfig, backend: str, dtype: jnp.dtype) -> tuple[bool, Buckets]:
-    """Whether to be deterministic, and the shapes that go with it."""
+def _buckets(config: EngineConfig, backend: str, dtype: jnp.dtype) -> tuple[bool, str | None, Buckets]:
+    """Whether to be deterministic, why not if that was wanted, and the shapes that go with it."""
     make = lambda smallest: Buckets.make(config.max_num_batched_tokens, config.max_num_seqs, smallest)
     if config.deterministic is False:
-        return False, make(ROW_MULTIPLE)
+        return False, None, make(ROW_MULTIPLE)
     buckets = make(determinism.smallest_bucket(backend, dtype))
     reason = determinism.unproven(backend, dtype, buckets.tokens[-1])
     if reason is None:
-        return True, buckets
+        return True, None, buckets
     if config.deterministic is True:
         raise ValueError(f"deterministic=True: {reason}")
-    return False, make(ROW_MULTIPLE)
+    return False, reason, make(ROW_MULTIPLE)
 
 
 def _progress(done: int, total: int, name: str) -> None:

@@ -11,6 +11,10 @@ from jaxserve.text.tokenizer import Tokenizer
 
 GOLDEN = load_golden("qwen3")
 EOS = "</s>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 # One token bucket and one row bucket: three programs, and everybody shares them through the compilation cache.
 SHAPES = {
@@ -39,10 +43,10 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def write_tiny_checkpoint(folder: Path) -> Path:
-    """The golden model of Qwen3 with a tokenizer of its 128 ids; returns `folder`."""
+    """The golden model of Qwen3 with a tokenizer of its 128 ids and a chat template; returns `folder`."""
     write_checkpoint(GOLDEN, folder)
     byte_backend(GOLDEN.config["vocab_size"]).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "chat_template": CHAT_TEMPLATE}))
     return folder
 
 

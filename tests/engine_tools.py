@@ -83,14 +83,19 @@ def run(engine: Engine, requests: Requests) -> list[RequestOutput]:
         engine.add_request(f"{index}", prompt, params)
     results: dict[str, RequestOutput] = {}
     while engine.has_unfinished():
-        for delta in engine.step():
-            if delta.request_id in results:
-                results[delta.request_id].extend(delta)
-            else:
-                results[delta.request_id] = delta
+        collect(engine.step(), results)
     engine.check_integrity()
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
     return [results[f"{index}"] for index in range(len(requests))]
+
+
+def collect(deltas: list[RequestOutput], results: dict[str, RequestOutput]) -> None:
+    """Add what a step added to the results by request id."""
+    for delta in deltas:
+        if delta.request_id in results:
+            results[delta.request_id].extend(delta)
+        else:
+            results[delta.request_id] = delta
 
 
 def run_alone(engine: Engine, requests: Requests) -> list[RequestOutput]:

@@ -20,6 +20,8 @@ WRONG = {
     "memory_utilization": [0, 0.0, -0.1, 1.01, math.nan, math.inf, True, "0.5", None],
     "max_num_seqs": [0, -1, 1.5, True, "8", None],
     "max_num_batched_tokens": [0, -1, 1.5, False, "8", None],
+    "scheduling_policy": ["lifo", "FCFS", True, None],
+    "priority_aging_s": [0, -1.0, math.nan, math.inf, True, "1", 5.0],  # the last without the policy
     "enable_prefix_caching": [0, 1, "true", None],
     "enable_chunked_prefill": [0, 1, "true", None],
     "async_scheduling": [0, 1, "true", None],
@@ -46,7 +48,12 @@ def test_wrong_values_are_refused_with_field_value_and_rule(field):
 
 @pytest.mark.parametrize(
     ("field", "wrong", "right"),
-    [("dtype", "bfloat", "bfloat16"), ("compile", "warm-up", "warmup"), ("attention_backend", "XLA", "xla")],
+    [
+        ("dtype", "bfloat", "bfloat16"),
+        ("compile", "warm-up", "warmup"),
+        ("attention_backend", "XLA", "xla"),
+        ("scheduling_policy", "prio", "priority"),
+    ],
 )
 def test_a_wrong_choice_is_refused_with_the_nearest(field, wrong, right):
     with pytest.raises(ValueError, match=f"did you mean '{right}'"):
@@ -84,6 +91,8 @@ def test_right_values_are_kept():
         "memory_utilization": 1,
         "max_num_seqs": 1,
         "max_num_batched_tokens": 1,
+        "scheduling_policy": "priority",
+        "priority_aging_s": 30,
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
         "async_scheduling": False,
@@ -111,6 +120,7 @@ def test_defaults():
     assert (config.model, config.dtype, config.max_model_len, config.num_pages) == (None, "auto", None, None)
     assert (config.page_size, config.max_num_seqs, config.max_num_batched_tokens) == (16, 64, 128)
     assert (config.enable_prefix_caching, config.enable_chunked_prefill, config.async_scheduling) == (True, True, True)
+    assert (config.scheduling_policy, config.priority_aging_s) == ("fcfs", None)
     assert (config.deterministic, config.compile, config.attention_backend) == ("auto", "lazy", "auto")
 
 

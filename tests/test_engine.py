@@ -110,7 +110,7 @@ WRONG_REQUESTS = [
     ({"prompt": "a\udfff"}, "^prompt must be valid Unicode"),
     ({"prompt": [1] * 512}, "^prompt: 512 tokens: must be fewer than max_model_len=512"),
     ({"prompt": "x" * 600}, "^prompt: 600 tokens: must be fewer than max_model_len=512"),
-    ({"prompt": {}}, r"^prompt: keys \[\]: must be either 'prompt' or 'prompt_token_ids'"),
+    ({"prompt": {}}, r"^prompt: keys \[\]: must be 'prompt' or 'prompt_token_ids'"),
     ({"prompt": {"text": "a"}}, r"^prompt: keys \['text'\]"),
     ({"prompt": {"prompt": "a", 1: 2}}, r"^prompt: keys \['prompt', 1\]"),
     ({"prompt": {"prompt": [1, 2]}}, "^prompt: list: 'prompt' must be text"),
@@ -135,6 +135,10 @@ WRONG_REQUESTS = [
     (
         {"prompt": [1] * 513, "params": SamplingParams(max_tokens=0)},
         "^prompt: 513 tokens: must be at most max_model_len",
+    ),
+    (
+        {"params": SamplingParams(priority=-1)},
+        "^priority=-1: priority must be 0 unless scheduling_policy is 'priority'",
     ),
 ]
 

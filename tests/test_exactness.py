@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine_tools import (
     assert_same,
+    collect,
     one_branch,
     requests_for,
     run,
@@ -52,6 +53,24 @@ def test_in_company(dtype, requests, alone):
 def test_in_chunks(dtype, requests, alone, budget):
     with tiny_engine(dtype, enable_prefix_caching=False, max_num_batched_tokens=budget) as engine:
         assert_same(run(engine, requests), alone)
+
+
+def test_in_static_batches(dtype, requests, alone):
+    with tiny_engine(dtype, scheduling_policy="static") as engine:
+        assert_same(run(engine, requests), alone)
+
+
+def test_displaced_by_those_who_come_later_and_go_first(dtype, requests, alone):
+    """More branches than slots, and each arrival outranks all before it."""
+    with tiny_engine(dtype, scheduling_policy="priority") as engine:
+        results = {}
+        for index, (prompt, params) in enumerate(requests):
+            engine.add_request(f"{index}", prompt, replace(params, priority=-index))
+            collect(engine.step() if index % 8 == 7 else [], results)
+        while engine.has_unfinished():
+            collect(engine.step(), results)
+        assert engine.stats()["num_preemptions"] > 0
+        assert_same([results[f"{index}"] for index in range(len(requests))], alone)
 
 
 def test_in_chunks_of_random_sizes(dtype, requests, alone, monkeypatch):

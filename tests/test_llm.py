@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -234,6 +235,45 @@ def test_closing(tmp_path):
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("Hello", GREEDY)
     assert not llm.engine.has_unfinished()
+
+
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+def test_a_chat_is_what_its_template_makes_of_it(llm):
+    text = "<user>Hello\n<assistant>"
+    [expected] = llm.generate(text, GREEDY)
+    [result] = llm.chat(CHAT, GREEDY)
+    assert (result.prompt, result.prompt_token_ids) == (text, expected.prompt_token_ids)
+    assert tokens([result]) == tokens([expected])
+    several = llm.chat([CHAT, [*CHAT, *CHAT], CHAT], [GREEDY, LONG, GREEDY])
+    assert [result.prompt for result in several] == [text, "<user>Hello\n<user>Hello\n<assistant>", text]
+    assert tokens(several)[::2] == tokens([expected, expected])
+    continued = [*CHAT, {"role": "assistant", "content": "Well"}]
+    [result] = llm.chat(continued, GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert result.prompt == "<user>Hello\n<assistant>Well"
+    options = {"chat_template": "{{ mood }}", "chat_template_kwargs": {"mood": "glad"}}
+    assert llm.chat(CHAT, GREEDY, **options)[0].prompt == "glad"
+
+
+@pytest.mark.parametrize("messages", [[], "Hello", [CHAT, []], [CHAT, [{"role": "user"}]], [CHAT, 3]])
+def test_a_wrong_chat_is_refused_before_anything_runs(llm, messages):
+    before = llm.stats()["steps"]
+    with pytest.raises(ValueError, match=r"^messages"):
+        llm.chat(messages, GREEDY)
+    assert llm.stats()["steps"] == before
+
+
+def test_progress_counts_requests_and_tokens(llm, capsys):
+    results = llm.generate(["Hello", PROMPT, "x"], GREEDY)
+    assert capsys.readouterr().err == "", "a bar was shown where there is no terminal"
+    assert tokens(llm.generate(["Hello", PROMPT, "x"], GREEDY, use_tqdm=True)) == tokens(results)
+    shown = capsys.readouterr().err.split("\r")[-1]
+    match = re.search(r"Processed prompts: 100%.* 3/3 \[.*prompt ([\d.]+), output ([\d.]+) tokens/s\]", shown)
+    prompt, output = map(float, match.groups())
+    assert prompt / output == pytest.approx(sum(len(r.prompt_token_ids) for r in results) / 18, rel=0.05)
+    llm.chat(CHAT, GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
 
 
 SCRIPT = """

@@ -1,9 +1,9 @@
 """Who runs in the next step. Pure Python over requests and the block pool; knows no JAX.
 
 There is no prefill phase and no decode phase: a plan says how many tokens of which request are computed.
-Running requests get their next token first, then prompts fill the token budget in chunks; within a
-priority, what has waited longest goes first. When pages run out, the running request that is last in that
-order gives back its pages and is recomputed later.
+Running requests get their next token first, then prompts fill the token budget in chunks, in the order of
+the policy. When pages run out, the running request that is last in that order gives back its pages and is
+recomputed later; so does one that is outranked by a request which lacks room.
 
 The scheduler works one step ahead of the tokens: `schedule` counts the token that is still in flight as
 existing, and `complete` is told one step later what it was. Four rules keep that safe:
@@ -15,12 +15,15 @@ existing, and `complete` is told one step later what it was. Four rules keep tha
    host knows and the head extends with what it samples.
 """
 
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.request import Request, RequestState
 from jaxserve.scheduler.buckets import Buckets
-from jaxserve.scheduler.policies import WaitingQueue
+from jaxserve.scheduler.policies import FirstComeFirstServed, WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +96,17 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         enable_chunked_prefill: bool = True,
+        policy: FirstComeFirstServed | None = None,
     ):
         self.pool = pool
+        self.policy = policy or FirstComeFirstServed()
         self.page_size = page_size
         self.buckets = buckets
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.waiting = WaitingQueue()
-        self.running: list[Request] = []  # sorted by Request.order
+        self.waiting = WaitingQueue(self.policy)
+        self.running: list[Request] = []  # in the policy's order
         self.preempted: list[Request] = []  # waiting for their step in flight
         self.stats = SchedulerStats()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -185,6 +190,8 @@ class Scheduler:
         """The next step; empty if nothing can run before the step in flight has arrived."""
         plan = StepPlan()
         budget = self.max_num_batched_tokens
+        if self.policy.displaces:
+            self._admit_who_outranks(plan)
         budget -= self._plan_decodes(plan, budget)
         self._plan_prefills(plan, budget)
         return plan
@@ -203,7 +210,7 @@ class Scheduler:
         """Fill the budget with chunks of prompts, running ones first, then newly admitted ones."""
         demand = sum(r.num_to_compute for r in self.running if r.num_to_compute > 1)
         decoding = plan.num_tokens
-        waiting = iter(list(self.waiting))
+        waiting = iter(self._admissible() if demand < budget and self._free_slots else ())
         while demand < budget and (request := self._next_waiting(waiting, plan, budget - demand)) is not None:
             demand += request.num_to_compute
         if self.enable_chunked_prefill and decoding:  # a next step is due anyway: what is cut off rides along
@@ -283,7 +290,57 @@ class Scheduler:
 
     # ---- admission ------------------------------------------------------------------------------------
 
-    def _next_waiting(self, waiting, plan: StepPlan, budget: int) -> Request | None:
+    def _admissible(self) -> list[Request]:
+        return list(self.policy.admissible(self.waiting))
+
+    def _admit_who_outranks(self, plan: StepPlan) -> None:
+        """Admit those who outrank a running request, in whose place if need be; before the step's first entry."""
+        for request in self._admissible() if self.running else ():
+            outranked = [other for other in self.running if self.policy.outranks(request, other)]
+            if not outranked:
+                return
+            if request.fork_of is not None and self._still_prefilling(request.fork_of):
+                continue
+            order = self.policy.order(request)
+            ahead = sum(r.num_to_compute for r in self.running if r.num_to_compute > 1 and self.policy.order(r) < order)
+            if not self._admit_over(request, outranked, plan, ahead):
+                return
+
+    def _admit_over(self, request: Request, outranked: list[Request], plan: StepPlan, ahead: int) -> bool:
+        """Admit a request, preempting `outranked` ones from the last on; nobody where that would not suffice.
+
+        `ahead` tokens are to be computed before its own: where those fill the step, nobody is preempted for tokens.
+        """
+        while True:
+            budget = self.max_num_batched_tokens - sum(r.num_to_compute == 1 for r in self.running) - ahead
+            if budget > 0 and self._free_slots and self._admit(request, plan, budget):
+                return True
+            if not outranked or (budget <= 0 and ahead) or not self._would_fit(request, outranked):
+                return False
+            self._preempt(outranked.pop())
+
+    def _would_fit(self, request: Request, victims: list[Request]) -> bool:
+        """Whether the pages would suffice for a request if all these running ones gave back theirs."""
+        held = Counter(page for victim in victims for page in victim.pages)
+        freed = {page for page, readers in held.items() if readers == self.pool.references(page)}
+        shared, _, _ = self._known_prefix(request)
+        reused = self.pool.num_unowned(shared) + len(freed.intersection(shared))
+        room = self.pool.num_free + len(freed) - reused - self._num_pages(request) + len(shared)
+        return room >= self._reserve(len(self.running) - len(victims))
+
+    def _num_pages(self, request: Request) -> int:
+        """The pages of all known tokens."""
+        return -(-len(request.token_ids) // self.page_size)
+
+    @staticmethod
+    def _reserve(running: int) -> int:
+        """Pages left free by an admission beside so many others: each may need its next one at once.
+
+        Itself included: it may need a copy of a shared page, or the page of its first new token.
+        """
+        return running + 1 if running else 0
+
+    def _next_waiting(self, waiting: Iterator[Request], plan: StepPlan, budget: int) -> Request | None:
         """Admit the next waiting request that may start now, or None. Nobody overtakes one that lacks room."""
         for request in waiting:
             source = request.fork_of
@@ -306,14 +363,12 @@ class Scheduler:
         Room means: after this admission every other running request can still get its next page, so a
         request is not resumed only to be preempted in the next step.
         """
-        num_tokens = len(request.token_ids)
         shared, num_computed, write_start = self._known_prefix(request)
-        if not self.enable_chunked_prefill and num_tokens - num_computed > budget:
+        if not self.enable_chunked_prefill and len(request.token_ids) - num_computed > budget:
             return False
-        needed = -(-num_tokens // self.page_size) - len(shared)
+        needed = self._num_pages(request) - len(shared)
         room = self.pool.num_free - self.pool.num_unowned(shared) - needed
-        # Itself included: it may need a copy of a shared page, or the page of its first new token.
-        if room < (len(self.running) + 1 if self.running else 0):
+        if room < self._reserve(len(self.running)):
             return False
         self.pool.share(shared)
         self._start(request, plan, [*shared, *self.pool.allocate(needed)], num_computed, write_start)
@@ -348,8 +403,7 @@ class Scheduler:
             if request.fork_of is None:
                 self.stats.prefix_cache_queries += len(request.token_ids)
                 self.stats.prefix_cache_hits += num_computed
-        self.running.append(request)
-        self.running.sort(key=lambda r: r.order)
+        insort(self.running, request, key=self.policy.order)
         plan.admissions.append(
             Admission(request, request.slot, list(request.token_ids), list(pages), num_computed, write_start)
         )

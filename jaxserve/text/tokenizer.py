@@ -3,7 +3,7 @@
 The library is used directly, not through transformers, whose import alone takes seconds. The tokens
 that only `tokenizer_config.json` names are added as transformers adds them; what stands around a text
 (`<s>`) is up to `tokenizer.json` alone, as with transformers 5. Chat templates are no part of this
-module: transformers renders them, from `Tokenizer.folder`, for those who chat.
+module (see chat_template.py).
 """
 
 import json
@@ -28,6 +28,7 @@ class Tokenizer:
         vocab_size: ids are `0 <= id < vocab_size`.
         bos_token_id, eos_token_id: None where the tokenizer names no such token.
         special_ids: the ids that `skip_special_tokens` leaves out.
+        backend: the library's tokenizer; not to be changed.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Tokenizer:
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._backend = backend
+        self.backend = backend
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, vocab_size: int | None = None) -> "Tokenizer":
@@ -68,19 +69,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
         """The token ids of `text`; `field` is what an error message calls the text."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            code = f"U+{ord(text[error.start]):04X}"
-            raise ValueError(
-                f"{field} must be valid Unicode: there is a lone surrogate, {code}, at position {error.start}"
-            ) from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        check_unicode(text, field)
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`, bytes that are no UTF-8 as U+FFFD, spaces as they are (never "cleaned up")."""
         self.check_ids(ids)
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes, maybe of half a character, that a token adds within a text (special ones too)."""
@@ -101,7 +96,18 @@ class Tokenizer:
     @cached_property
     def decoding(self) -> TokenDecoding:
         """How this tokenizer's tokens become text; a ValueError if it cannot be done token by token."""
-        return TokenDecoding(self._backend)
+        return TokenDecoding(self.backend)
+
+
+def check_unicode(text: str, field: str) -> None:
+    """Raise a ValueError that names `field` and the place if there is a lone surrogate in `text`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise ValueError(
+            f"{field} must be valid Unicode: there is a lone surrogate, {code}, at position {error.start}"
+        ) from None
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:

@@ -6,12 +6,14 @@ wrong mark, whatever the schedule. The sampled token is a function of the whole 
 be `expected_output`, however it was scheduled.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.request import Request, RequestState
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import Buckets
+from jaxserve.scheduler.policies import FirstComeFirstServed
 from jaxserve.scheduler.scheduler import Scheduler, StepPlan
 
 VOCAB = 7  # small, so that prompts share prefixes
@@ -104,6 +106,8 @@ class Simulation:
         budget: int = 8,
         overlap: bool = True,
         caching: bool = True,
+        policy: FirstComeFirstServed | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
         scheduler_class: type[Scheduler] = Scheduler,
     ):
         self.max_len = num_pages * page_size
@@ -113,7 +117,9 @@ class Simulation:
             buckets=Buckets.make(budget, num_slots),
             max_num_batched_tokens=budget,
             max_num_seqs=num_slots,
+            policy=policy,
         )
+        self.clock = clock
         self.device = SimulatedDevice(num_pages, page_size, num_slots, self.max_len)
         self.overlap = overlap
         self.in_flight: tuple[StepPlan, list[int | None]] | None = None
@@ -136,6 +142,7 @@ class Simulation:
                 stop_token_ids=frozenset({EOS} if eos else ()),
                 priority=priority,
                 fork_of=source,
+                arrival_time=self.clock(),
             )
             source = source or request
             self.requests.append(request)
@@ -143,6 +150,7 @@ class Simulation:
         return self.requests[-n:]
 
     def step(self) -> StepPlan:
+        self.scheduler.now = self.clock()
         plan = self.scheduler.schedule()
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
         assert len({entry.request for entry in plan.entries}) == len(plan.entries)

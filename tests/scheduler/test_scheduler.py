@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 from simulated_device import EOS, VOCAB, Simulation
+from watched_scheduler import WatchedScheduler, policies
 
 from jaxserve.request import RequestState
 from jaxserve.scheduler.scheduler import Scheduler
@@ -26,20 +27,23 @@ def workloads(draw):
         "budget": draw(st.integers(8, 40)),
         "overlap": draw(st.booleans()),
         "caching": draw(st.booleans()),
+        "scheduler_class": WatchedScheduler,
     }
+    options["policy"] = policies(options["num_slots"])[draw(st.integers(0, 3))]
     longest = options["num_pages"] * options["page_size"] - 1
     request = st.tuples(
-        token_lists.map(lambda ids: ids[:longest]), st.integers(1, 30), st.integers(1, 3), st.integers(0, 1)
+        token_lists.map(lambda ids: ids[:longest]), st.integers(1, 30), st.integers(1, 3), st.integers(-1, 2)
     )
     action = st.one_of(request, st.just("step"), st.just("step"), st.integers(0, 40))
     return options, draw(st.lists(action, min_size=1, max_size=40))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(workloads())
 def test_any_workload_finishes_with_the_tokens_its_history_demands(workload):
     options, actions = workload
     simulation = Simulation(**options)
+    simulation.clock = lambda: float(simulation.steps)
     aborted = set()
     for action in actions:
         if action == "step":

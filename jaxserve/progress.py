@@ -1,0 +1,35 @@
+"""The progress bar of batches: requests done, and tokens per second as vLLM counts them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jaxserve.outputs import RequestOutput
+
+
+class Progress:
+    """Counts what a batch has done so far; `bar` is a tqdm bar over its requests."""
+
+    def __init__(self, bar):
+        self._bar = bar
+        self._prompt_tokens = self._output_tokens = 0
+
+    def update(self, delta: RequestOutput) -> None:
+        """Count what one step added to a request. Its prompt counts when the request is done."""
+        self._output_tokens += sum(len(output.token_ids) for output in delta.outputs)
+        if not delta.finished or self._bar.disable:
+            return
+        self._prompt_tokens += len(delta.prompt_token_ids)
+        seconds = max(self._bar.format_dict["elapsed"], 1e-9)
+        rates = f"prompt {self._prompt_tokens / seconds:.1f}, output {self._output_tokens / seconds:.1f} tokens/s"
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update()
+
+
+@contextmanager
+def progress_bar(requests: int, show: bool | None) -> Iterator[Progress]:
+    """A bar over `requests` on stderr; `show` None means only if that is a terminal."""
+    from tqdm import tqdm  # imported by those who generate, not by those who import jaxserve
+
+    disable = None if show is None else not show  # None is tqdm's own word for "only on a terminal"
+    with tqdm(total=requests, desc="Processed prompts", unit="req", dynamic_ncols=True, disable=disable) as bar:
+        yield Progress(bar)
