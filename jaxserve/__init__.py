@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from jaxserve.llm import LLM
     from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxserve.sampling_params import SamplingParams
+    from jaxserve.scoring import Score
 
-__all__ = ["LLM", "CompletionOutput", "Engine", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Engine", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams", "Score"]
 
 _MODULES = {
     "LLM": "llm",
@@ -23,6 +24,7 @@ _MODULES = {
     "Logprob": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "Score": "scoring",
 }
 
 

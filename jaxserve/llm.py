@@ -11,6 +11,7 @@ from jaxserve.input_processor import Prompt
 from jaxserve.outputs import RequestOutput
 from jaxserve.progress import progress_bar
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scoring import Score, Text, pair_up, score_of, scoring_params, split_tokens
 from jaxserve.text.chat_template import ChatTemplate, Message
 
 
@@ -90,6 +91,25 @@ class LLM:
             for conversation in (messages if several else [messages])
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    @no_type_check
+    def score(
+        self,
+        prompts: Text | Sequence[Text],
+        continuations: Text | Sequence[Text],
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[Score]:
+        """How likely the model finds each continuation after its prompt; see `Score`.
+
+        Equally many of both, as texts or token ids, or one prompt for all continuations. Only the continuations'
+        tokens are scored, and prompts may come from the prefix cache. Raises ValueError for what cannot be scored
+        before anything is computed.
+        """
+        pairs = [split_tokens(*pair, self.engine.tokenizer) for pair in pair_up(prompts, continuations)]
+        params = [scoring_params(start) for _, start in pairs]
+        results = self.generate([ids for ids, _ in pairs], params, use_tqdm=use_tqdm)
+        return [score_of(result, start) for result, (_, start) in zip(results, pairs, strict=True)]
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

@@ -77,7 +77,11 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         wide = x.astype(jnp.float32)
-        variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        # As a product: XLA's CPU sums change their order with the array's size (from 4,096 elements on), so a row's
+        # bits would depend on the number of rows. Its products keep theirs from 8 rows on.
+        ones = jnp.ones((wide.shape[-1], 1), jnp.float32)
+        total = jnp.tensordot(wide * wide, ones, axes=1, precision=jax.lax.Precision.HIGHEST)
+        variance = total / wide.shape[-1]
         return self.scale[...] * (wide * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
 
 
