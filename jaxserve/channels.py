@@ -117,15 +117,20 @@ class ProcessChannel:
                 return
 
     def _read(self, deliver: Deliver) -> None:
-        told = False
-        with contextlib.suppress(EOFError, OSError):
+        told, cause = False, ""
+        try:
             while True:
                 replies = self._pipe.recv()
                 told = isinstance(replies[-1], Died)
                 deliver(replies)
+        except (EOFError, OSError):
+            pass
+        except Exception as error:  # whatever it is: nobody shall wait for what cannot be delivered
+            cause = f" after its replies could not be delivered ({type(error).__name__}: {error})"
+            self._process.kill()
         self._process.join()
         if not told:
-            deliver([Died(f"the engine's process has ended with exit code {self._process.exitcode}")])
+            deliver([Died(f"the engine's process has ended with exit code {self._process.exitcode}{cause}")])
 
 
 class _ProcessEnd:

@@ -111,7 +111,7 @@ def serve(make_engine: Callable[[], Engine], channel: LoopEnd) -> None:
             if replies:
                 channel.send(replies)
         last = Died("the engine is closed")
-    except EOFError:
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         last = Died("the engine's channel is closed")
     except BaseException as error:
         wrong_options = engine is None and isinstance(error, ValueError | TypeError)

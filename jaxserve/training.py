@@ -23,6 +23,7 @@ class LogprobReport(NamedTuple):
     d = trainer - engine, per token, and r = exp(d) is the importance ratio. The KL divergence of the trainer's
     distribution from the engine's is estimated from the engine's samples (Schulman, "Approximating KL divergence",
     2020): `kl_k1` is the mean of -d (unbiased, can be negative), `kl_k3` that of r - 1 - d (unbiased, never negative).
+    `clipped_share` is the share of tokens whose r leaves [1 - epsilon, 1 + epsilon].
     """
 
     num_tokens: int
@@ -31,7 +32,6 @@ class LogprobReport(NamedTuple):
     kl_k1: float
     kl_k3: float
     clipped_share: float
-    """Share of tokens whose importance ratio leaves [1 - epsilon, 1 + epsilon]."""
 
 
 @no_type_check  # it checks itself: the tests' type checker would come first with another error

@@ -325,12 +325,12 @@ def test_when_the_loop_dies_everybody_is_told(caplog):
     engine = new_engine()
     dispatch, steps = engine.runner.run, 0
 
-    def failing(*arguments):
+    def failing(*arguments, **options):
         nonlocal steps
         steps += 1
         if steps > 5:
             raise MemoryError("the device is gone")
-        return dispatch(*arguments)
+        return dispatch(*arguments, **options)
 
     engine.runner.run = failing
     front = AsyncEngine(engine=engine)

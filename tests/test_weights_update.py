@@ -139,6 +139,22 @@ def test_an_untied_head_is_replaced():
         jax.tree.map(np.testing.assert_array_equal, engine.runner.weights, flatten(fresh(3, **changes))[1])
 
 
+def test_on_a_mesh_every_parameter_keeps_its_place(cpu_devices):
+    mesh = jax.sharding.Mesh(np.array(cpu_devices[:2]), ("model",))
+    small = {"num_hidden_layers": 1}
+    options = {"mesh": mesh, "num_pages": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64, "deterministic": False}
+    with Engine.from_flax(fresh(2, **small), **options) as engine:
+        places = jax.tree.map(lambda leaf: leaf.sharding, engine.runner.weights)
+        assert any(not place.is_fully_replicated for place in jax.tree.leaves(places))
+        run(engine, [(PROMPT, replace(SAMPLED, max_tokens=2))])
+        compilations = engine.stats()["compilations"]
+        engine.update_params(fresh(3, **small))
+        assert jax.tree.map(lambda leaf: leaf.sharding, engine.runner.weights) == places
+        jax.tree.map(np.testing.assert_array_equal, engine.runner.weights, flatten(fresh(3, **small))[1])
+        run(engine, [(PROMPT, replace(SAMPLED, max_tokens=2))])
+        assert engine.stats()["compilations"] == compilations
+
+
 # ---- whose arrays they are ------------------------------------------------------------------------------
 
 
@@ -389,6 +405,19 @@ def test_without_a_token_nothing_is_kept(engine, new):
     [result], _ = run_with_update(engine, [(prompt, branches)], 1, running="keep")
     assert_same([result], run(new, [(prompt, branches)]))
     assert [output.weights_versions for output in result.outputs] == [[9] * 5] * 3
+
+
+@pytest.mark.parametrize("running", ["recompute", "keep"])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_prompt_is_scored_by_one_version(engine, new, running, max_tokens):
+    """Log-probabilities that are there for a part of the prompt only are forgotten with the old weights."""
+    prompt = [i % VOCAB for i in range(400)]  # two steps of 256 tokens
+    params = replace(SAMPLED, prompt_logprobs=1, max_tokens=max_tokens)
+    [result], _ = run_with_update(engine, [(prompt, params)], 1, running=running)
+    [want] = run(new, [(prompt, params)])
+    assert len(result.prompt_logprobs) == 400
+    assert result.prompt_logprobs == want.prompt_logprobs
+    assert_same([result], [want])
 
 
 def test_branches_do_not_start_from_kept_pages(engine, new, monkeypatch):
