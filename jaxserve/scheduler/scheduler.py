@@ -394,7 +394,7 @@ class Scheduler:
         """(pages to share, tokens computed, first position to write). The last token is always computed."""
         num_tokens = len(request.token_ids)
         source = request.fork_of
-        if source is not None and source.state is RequestState.RUNNING and request.num_admissions == 0 == source.stale:
+        if source is not None and source.state is RequestState.RUNNING and not (request.num_admissions or source.stale):
             return source.pages[: -(-num_tokens // self.page_size)], num_tokens - 1, num_tokens
         if not self.pool.enable_prefix_caching:
             return [], 0, 0
