@@ -2,8 +2,8 @@
 
 Position j of a request reads right if the page place holds `mark(history[:j + 1])`, the hash of exactly the
 tokens that the real keys and values would depend on, and the version of the weights. So every wrong page, lost copy,
-stale hash or race shows as a wrong mark, whatever the schedule. The sampled token is a function of the whole history: a request's output must
-be `expected_output`, however it was scheduled.
+stale hash or race shows as a wrong mark, whatever the schedule. The sampled token is a function of the whole
+history: a request's output must be `expected_output`, however it was scheduled.
 """
 
 from collections.abc import Callable

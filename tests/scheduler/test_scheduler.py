@@ -123,6 +123,19 @@ def test_a_cached_prompt_computes_its_last_token_only():
     assert simulation.scheduler.stats.prefix_cache_hits == 7
 
 
+def test_a_page_of_two_versions_of_the_weights_is_nobodys_prefix():
+    simulation = Simulation(num_pages=16, page_size=4, overlap=False)
+    (kept,) = simulation.add([1, 2, 3], 9, eos=False)
+    simulation.step()
+    simulation.replace_weights(recompute=False)
+    for _ in range(3):
+        simulation.step()  # fills the first page, whose first three places hold the old version's
+    (other,) = simulation.add(kept.token_ids[:5], 3, eos=False)
+    simulation.run()
+    assert other.num_cached_tokens == 0
+    simulation.check_outputs()
+
+
 def test_the_oldest_request_is_never_preempted_and_nobody_thrashes():
     simulation = Simulation(num_pages=9, page_size=2, num_slots=4, budget=16)
     requests = [simulation.add([i % 6, 1, 2, 3], 13)[0] for i in range(4)]
