@@ -7,24 +7,48 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.async_engine import AsyncEngine
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
     from jaxserve.llm import LLM
+    from jaxserve.messages import EngineDeadError
     from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxserve.sampling_params import SamplingParams
     from jaxserve.scoring import Score
+    from jaxserve.training import LogprobReport, logprob_report, output_logprobs, sequence_logprobs
 
-__all__ = ["LLM", "CompletionOutput", "Engine", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams", "Score"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "EngineDeadError",
+    "Logprob",
+    "LogprobReport",
+    "RequestOutput",
+    "SamplingParams",
+    "Score",
+    "logprob_report",
+    "output_logprobs",
+    "sequence_logprobs",
+]
 
 _MODULES = {
+    "AsyncEngine": "async_engine",
     "LLM": "llm",
     "CompletionOutput": "outputs",
     "Engine": "engine",
     "EngineConfig": "config",
+    "EngineDeadError": "messages",
     "Logprob": "outputs",
+    "LogprobReport": "training",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "Score": "scoring",
+    "logprob_report": "training",
+    "output_logprobs": "training",
+    "sequence_logprobs": "training",
 }
 
 

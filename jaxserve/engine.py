@@ -8,9 +8,9 @@ One step, with host work overlapped (`async_scheduling`):
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
-from jaxserve import startup
+from jaxserve import startup, weights_update
 from jaxserve.config import EngineConfig
 from jaxserve.input_processor import Prompt
 from jaxserve.models.decoder import Decoder
@@ -66,6 +66,32 @@ class Engine:
         self._planned: StepPlan | None = None
         self._pending: list[RequestOutput] = []  # what the next `step` returns
         self._counters = startup.Counters()
+        self.weights_version = 0
+
+    @classmethod
+    @no_type_check  # it checks itself: the tests' type checker would come first with another error
+    def from_flax(
+        cls,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        *,
+        config: EngineConfig | None = None,
+        copy: bool = True,
+        **options,
+    ) -> "Engine":
+        """An engine over a Flax NNX model; `config.dtype` other than `auto` casts it, `config.mesh` splits it.
+
+        The engine copies the parameters: the caller may go on training the model and donate them. `copy=False`
+        shares the arrays that have the right dtype and place already, for callers who never donate or delete them.
+        """
+        if not isinstance(model, Decoder):
+            raise ValueError(f"model: {type(model).__name__}: must be a jaxserve.models.decoder.Decoder")
+        if config is not None and options:
+            raise TypeError(f"give either a config or options, not both: {', '.join(options)}")
+        config = config or EngineConfig.from_dict(options)
+        dtype = model.embed[...].dtype if config.dtype == "auto" else config.dtype
+        own = weights_update.own_decoder(model, dtype=dtype, mesh=config.mesh, copy=copy)
+        return cls(config, decoder=own, text=tokenizer)
 
     # ---- requests ---------------------------------------------------------------------------------------
 
@@ -197,6 +223,7 @@ class Engine:
         output = self._outputs.completion(request, token, result, row, whole)
         if output.finish_reason is not None and request.state is not RequestState.FINISHED:
             self.scheduler.finish(request)  # a stop string: known only now
+        output.weights_versions = [self.weights_version]
         return output
 
     def _report(self, group: RequestGroup, deltas: list[CompletionOutput]) -> RequestOutput:
@@ -228,6 +255,40 @@ class Engine:
             deltas.append(CompletionOutput(branch.index, text=text, finish_reason=reason, error=error))
         self._pending.append(self._report(group, deltas))
 
+    # ---- weights ----------------------------------------------------------------------------------------
+
+    @no_type_check
+    def update_params(
+        self, params: Any, *, running: str = "recompute", version: int | None = None, copy: bool = True
+    ) -> None:
+        """Replace the weights between two steps. Nothing is recompiled; the prefix cache is dropped.
+
+        params: a `Decoder`, its `nnx.State`, or a tree of the same structure; another float dtype is cast to the
+            engine's. ValueError, naming the first parameter that does not fit, leaves everything as it was.
+        running: what becomes of running requests. `recompute` computes their keys and values again, under the new
+            weights, as after a preemption; the tokens so far stay. `keep` goes on over the old keys and values (a
+            request without a token so far starts over, one that is preempted later is recomputed). Tokens carry
+            the version that they were sampled with: `CompletionOutput.weights_versions`.
+        version: the number of these weights; None counts on.
+        copy: as in `from_flax`. When this returns, the engine reads the caller's arrays no more.
+        """
+        self._check_open()
+        weights_update.check_options(running, version)
+        params = weights_update.named_parameters(params, self.model_config)
+        self._finish_steps()
+        self.scheduler.weights_changed(recompute=running == "recompute")
+        self.runner.replace_weights(lambda old: weights_update.replaced(old, self.model_config, params, copy=copy))
+        self.weights_version = self.weights_version + 1 if version is None else version
+
+    def _finish_steps(self) -> None:
+        """Run what is planned and take in what is in flight; the next `step` reports it."""
+        while self._in_flight is not None or self._planned is not None:
+            arrived, self._in_flight = self._in_flight, None
+            if arrived is None:
+                plan, self._planned = self._planned, None
+                arrived = self._dispatch(plan)
+            self._process(arrived.plan, arrived.wanted, arrived.handle.result())
+
     # ---- state ------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int | float | str]:
@@ -247,6 +308,7 @@ class Engine:
             "deterministic": str(self.deterministic).lower(),
             "max_model_len": self.max_model_len,
             "num_pages": scheduler.pool.num_pages,
+            "weights_version": self.weights_version,
         }
 
     def reset_stats(self) -> None:

@@ -8,11 +8,13 @@ from typing import Any, no_type_check
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.input_processor import Prompt
+from jaxserve.models.decoder import Decoder
 from jaxserve.outputs import RequestOutput
 from jaxserve.progress import progress_bar
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scoring import Score, Text, pair_up, score_of, scoring_params, split_tokens
 from jaxserve.text.chat_template import ChatTemplate, Message
+from jaxserve.text.tokenizer import Tokenizer
 
 
 class LLM:
@@ -22,17 +24,30 @@ class LLM:
             for result in llm.generate(["The sky is", "Two plus two is"], SamplingParams(max_tokens=20)):
                 print(result.outputs[0].text)
 
-    Options are those of `EngineConfig`, as one object or as keywords.
+    Options are those of `EngineConfig`, as one object or as keywords; `engine` takes over one that exists.
     """
 
-    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **options):
-        if config is None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        engine: Engine | None = None,
+        **options,
+    ):
+        if engine is None and config is None:
             config = EngineConfig.from_dict({"model": model, **options})
-        elif options or model is not None:
+        elif options or model is not None or None not in (engine, config):
             raise TypeError("give either a config or options, not both")
-        self.engine = Engine(config)
+        self.engine = engine or Engine(config)
         self._next_id = 0
         self._arrived: dict[str, deque[RequestOutput]] = {}  # of each running request: where its stream reads
+
+    @classmethod
+    @no_type_check  # `Engine.from_flax` checks: the tests' type checker would come first with another error
+    def from_flax(cls, model: Decoder, tokenizer: Tokenizer | None = None, **options) -> "LLM":
+        """Over a Flax NNX model and with all options of `Engine.from_flax`."""
+        return cls(engine=Engine.from_flax(model, tokenizer, **options))
 
     @no_type_check  # it checks itself: the tests' type checker would come first with another error
     def generate(
@@ -169,6 +184,13 @@ class LLM:
         for output in self.engine.step():
             if (arrived := self._arrived.get(output.request_id)) is not None:
                 arrived.append(output)
+
+    @no_type_check
+    def update_params(
+        self, params: Any, *, running: str = "recompute", version: int | None = None, copy: bool = True
+    ) -> None:
+        """Replace the weights; see `Engine.update_params`. Open streams go on."""
+        self.engine.update_params(params, running=running, version=version, copy=copy)
 
     def stats(self) -> dict[str, int | float | str]:
         """See `Engine.stats`."""

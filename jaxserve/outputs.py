@@ -20,6 +20,8 @@ class CompletionOutput:
     stop_reason: the stop token id or the stop string that ended it, None for the model's own end of sequence.
     logprobs: one dict per token, {token id: Logprob}, the sampled token first; None if not asked for.
     error: what went wrong, if finish_reason is "error".
+    weights_versions: for each token the version of the weights that it was sampled with (`Engine.update_params`);
+        more than one value means that the weights were replaced while the request ran.
     """
 
     index: int
@@ -30,6 +32,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    weights_versions: list[int] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -39,6 +42,7 @@ class CompletionOutput:
         """Append what a later step added."""
         self.text += delta.text
         self.token_ids += delta.token_ids
+        self.weights_versions += delta.weights_versions
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + delta.cumulative_logprob

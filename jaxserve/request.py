@@ -31,7 +31,8 @@ class Request:
 
     `num_computed` counts positions whose keys and values are computed by dispatched steps; `num_in_flight`
     counts sampled tokens that exist on the device but have not reached the host. `num_confirmed` counts
-    computed positions whose step has arrived without an error: only those pages may be hashed.
+    computed positions whose step has arrived without an error: only those pages may be hashed. `stale`: some
+    keys and values were computed with weights that have been replaced since, so no page may be hashed or shared.
     """
 
     request_id: str
@@ -62,12 +63,17 @@ class Request:
     num_admissions: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of the tokens scored so far; None: not asked for
+    stale: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
 
     def __post_init__(self):
         self.token_ids = list(self.prompt_token_ids)
+        self.restart_scores()
+
+    def restart_scores(self) -> None:
+        """Score the prompt from its beginning."""
         if self.params.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None] * min(max(self.params.prompt_logprobs_start, 1), len(self.token_ids))
 

@@ -40,7 +40,7 @@ def tiny_engine(dtype: str = "bfloat16", **options) -> Engine:
     """An engine over a tiny random model, without a tokenizer."""
     defaults = {"num_pages": 512, "max_num_seqs": 32, "max_num_batched_tokens": 256, "deterministic": True}
     # One shape for all: tests share compiled programs through the persistent cache.
-    return Engine(decoder=tiny_decoder(dtype), **{**defaults, **options})
+    return Engine(**{"decoder": tiny_decoder(dtype), **defaults, **options})
 
 
 Requests = list[tuple[list[int] | str, SamplingParams]]

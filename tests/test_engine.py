@@ -404,6 +404,7 @@ STATS = {
     "deterministic": str,
     "max_model_len": int,
     "num_pages": int,
+    "weights_version": int,
 }
 
 

@@ -282,8 +282,12 @@ changes = json.loads(sys.argv[2])
 for name, value in changes.items():
     jax.config.update(name, value)
 before = dict(jax.config.values)
+from flax import nnx
 from jaxserve import LLM, SamplingParams
+from jaxserve.checkpoint.hugging_face import load_hugging_face, resolve_model
 with LLM(sys.argv[1], **json.loads(sys.argv[3])) as llm:
+    wide = jax.tree.map(lambda leaf: leaf.astype("float64"), nnx.state(load_hugging_face(resolve_model(sys.argv[1]))))
+    llm.update_params(wide)  # the same values, as a trainer under x64 may hold them
     params = [SamplingParams(max_tokens=12, ignore_eos=True, logprobs=3, seed=5, temperature=t) for t in (0.0, 0.9)]
     results = llm.generate(json.loads(sys.argv[4]), params)
 out = [[r.outputs[0].token_ids, [[[i, *p[:2]] for i, p in e.items()] for e in r.outputs[0].logprobs]] for r in results]

@@ -19,7 +19,7 @@ from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Compiler, Program
 from jaxserve.runner.inputs import Run, ScoreRow
 from jaxserve.runner.step import StepDefinition
-from jaxserve.runner.weights import flatten
+from jaxserve.runner.weights import Weights, flatten
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.tables import LogitsTables, packed_tables_size
 from jaxserve.sampling_params import MAX_LOGPROBS
@@ -175,6 +175,14 @@ class Runner:
             packed[: len(some)] = some
             parts.append(self.compiler.get(self._score_all_program())(self.weights, hidden, packed)[: len(some)])
         return parts
+
+    def replace_weights(self, replace: Callable[[list[Weights]], Weights]) -> None:
+        """Go on with what `replace` makes of the weights; it gets the only reference, so that it can free them.
+
+        Shapes, dtypes and shardings must stay. If it fails there are no weights, as after `close`.
+        """
+        held, self.weights = [self.weights], None
+        self.weights = replace(held)
 
     def close(self) -> None:
         """Wait for the step in flight, give back the pages and the slots, and forget weights and executables."""

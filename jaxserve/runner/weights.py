@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.weights import decoder_leaves
 
 
 class Weights(NamedTuple):
@@ -46,9 +47,23 @@ def flatten(model: Decoder) -> tuple[ModelDefinition, Weights]:
     layers = [_split(layer) for layer in model.layers]
     norm, norm_leaves = _split(model.norm)
     embed = model.embed[...]
-    head = jax.jit(lambda table: table.T)(embed) if model.head is None else model.head[...]
+    head = tied_head(embed) if model.head is None else model.head[...]
     definition = ModelDefinition(model.config, tuple(layer for layer, _ in layers), norm)
     return definition, Weights(embed, tuple(leaves for _, leaves in layers), norm_leaves, head)
+
+
+@jax.jit
+def tied_head(embed: Float[Array, "vocab hidden"]) -> Float[Array, "hidden vocab"]:
+    """The head of a tied model: a copy."""
+    return embed.T
+
+
+def parameter_names(config: ModelConfig) -> Weights:
+    """The dotted path of each array of `Weights`, in a tree of its structure; a tied head is "embed"."""
+    paths = [leaf.path for leaf in decoder_leaves(config)]
+    under = lambda prefix: tuple(path for path in paths if path.startswith(prefix))
+    layers = tuple(under(f"layers.{index}.") for index in range(config.num_layers))
+    return Weights._make(("embed", layers, under("norm."), "embed" if config.tie_word_embeddings else "head"))
 
 
 def _split(module: nnx.Module) -> tuple[ModuleDefinition, tuple[Array, ...]]:

@@ -174,9 +174,25 @@ class Scheduler:
             self.waiting.add(request)
         return token is not None
 
+    def weights_changed(self, *, recompute: bool) -> None:
+        """No cached page is right any longer. To be called while no step is planned or in flight.
+
+        Running requests give back their pages and are recomputed; without `recompute` those that have sampled a
+        token go on over the keys and values that they have, which nobody else may share.
+        """
+        self.pool.drop_cache()
+        for request in (*self.running, *self.waiting):
+            if request.next_to_score is not None:  # one version scores the whole prompt
+                request.restart_scores()
+        for request in reversed(list(self.running)):
+            if recompute or not request.output_token_ids:
+                self._preempt(request)
+            else:
+                request.stale = True
+
     def _register_pages(self, request: Request) -> None:
         """Make the full pages findable that have become confirmed; registering twice changes nothing."""
-        if not self.pool.enable_prefix_caching:
+        if not self.pool.enable_prefix_caching or request.stale:
             return
         full = min(request.num_confirmed, len(request.token_ids)) // self.page_size
         names = request.hashes(full, self.page_size)
@@ -378,7 +394,7 @@ class Scheduler:
         """(pages to share, tokens computed, first position to write). The last token is always computed."""
         num_tokens = len(request.token_ids)
         source = request.fork_of
-        if source is not None and source.state is RequestState.RUNNING and request.num_admissions == 0:
+        if source is not None and source.state is RequestState.RUNNING and not (request.num_admissions or source.stale):
             return source.pages[: -(-num_tokens // self.page_size)], num_tokens - 1, num_tokens
         if not self.pool.enable_prefix_caching:
             return [], 0, 0
@@ -396,6 +412,7 @@ class Scheduler:
         request.pages = pages
         request.num_computed = request.num_confirmed = num_computed
         request.num_registered = 0
+        request.stale = False
         request.write_start = write_start
         request.num_admissions += 1
         if request.num_admissions == 1:

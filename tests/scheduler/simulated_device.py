@@ -1,9 +1,9 @@
 """A device made of Python lists: the pages hold the history that their keys and values stand for.
 
 Position j of a request reads right if the page place holds `mark(history[:j + 1])`, the hash of exactly the
-tokens that the real keys and values would depend on. So every wrong page, lost copy, stale hash or race shows as a
-wrong mark, whatever the schedule. The sampled token is a function of the whole history: a request's output must
-be `expected_output`, however it was scheduled.
+tokens that the real keys and values would depend on, and the version of the weights. So every wrong page, lost copy,
+stale hash or race shows as a wrong mark, whatever the schedule. The sampled token is a function of the whole
+history: a request's output must be `expected_output`, however it was scheduled.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ VOCAB = 7  # small, so that prompts share prefixes
 EOS = 6
 
 
-def mark(history: tuple[int, ...]) -> int:
-    return hash(("kv", history))
+def mark(history: tuple[int, ...], version: int) -> int:
+    return hash(("kv", history, version))
 
 
 def next_token(history: tuple[int, ...], seed: int) -> int:
@@ -52,6 +52,7 @@ class SimulatedDevice:
         self.pages = [[0] * page_size for _ in range(num_pages)]
         self.slots: list[Slot | None] = [None] * num_slots
         self.max_len = max_len
+        self.version = 0  # of the weights
 
     def run(self, plan: StepPlan) -> list[int | None]:
         """The sampled token of each entry, None where it does not sample. Checks everything that is read."""
@@ -71,7 +72,7 @@ class SimulatedDevice:
         # Like the device: all writes of a step come before its reads.
         for entry in plan.entries:
             self._write(self.slots[entry.slot], entry.start, entry.count)
-        return [self._read(self.slots[entry.slot], entry.sample) for entry in plan.entries]
+        return [self._read(self.slots[entry.slot], entry.sample, entry.request.stale) for entry in plan.entries]
 
     def _write(self, slot: Slot, start: int, count: int) -> None:
         assert slot.num_computed == start, "the host and the device disagree about a length"
@@ -79,14 +80,16 @@ class SimulatedDevice:
             assert slot.history[position] >= 0, "a token is computed before it exists"
             if position >= slot.write_start:
                 page, offset = divmod(position, self.page_size)
-                self.pages[slot.table[page]][offset] = mark(tuple(slot.history[: position + 1]))
+                self.pages[slot.table[page]][offset] = mark(tuple(slot.history[: position + 1]), self.version)
         slot.num_computed += count
 
-    def _read(self, slot: Slot, sample: bool) -> int | None:
+    def _read(self, slot: Slot, sample: bool, stale: bool) -> int | None:
+        versions = range(self.version + 1) if stale else [self.version]
         for position in range(slot.num_computed):
             page, offset = divmod(position, self.page_size)
             found = self.pages[slot.table[page]][offset]
-            assert found == mark(tuple(slot.history[: position + 1])), f"wrong keys and values at position {position}"
+            right = {mark(tuple(slot.history[: position + 1]), version) for version in versions}
+            assert found in right, f"wrong keys and values at position {position}"
         if not sample:
             return None
         token = next_token(tuple(slot.history[: slot.num_computed]), slot.seed)
@@ -157,12 +160,26 @@ class Simulation:
         dispatched = (plan, self.device.run(plan)) if plan else None
         arrived, self.in_flight = (self.in_flight, dispatched) if self.overlap else (dispatched, None)
         assert plan or arrived or not self.scheduler.has_unfinished(), "nothing runs and nothing is in flight"
+        self._complete(arrived)
+        self.steps += 1
+        return plan
+
+    def _complete(self, arrived: tuple[StepPlan, list[int | None]] | None) -> None:
         if arrived is not None:
             for entry, token in zip(arrived[0].entries, arrived[1], strict=True):
                 self.scheduler.complete(entry, token, finite=True)
         self.scheduler.check_integrity()
-        self.steps += 1
-        return plan
+
+    def replace_weights(self, *, recompute: bool) -> None:
+        """As the engine does: the step in flight comes first."""
+        arrived, self.in_flight = self.in_flight, None
+        self._complete(arrived)
+        self.device.version += 1
+        running = list(self.scheduler.running)
+        self.scheduler.weights_changed(recompute=recompute)
+        self.scheduler.check_integrity()
+        kept = [request for request in running if request.state is RequestState.RUNNING]
+        assert kept == ([] if recompute else [request for request in running if request.output_token_ids])
 
     def run(self, limit: int = 5000) -> None:
         while self.scheduler.has_unfinished():

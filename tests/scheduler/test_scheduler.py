@@ -19,7 +19,7 @@ token_lists = st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=20)
 
 @st.composite
 def workloads(draw):
-    """(simulation options, actions): requests arrive and are aborted between steps."""
+    """(simulation options, actions): requests arrive and are aborted, weights are replaced between steps."""
     options = {
         "num_pages": draw(st.integers(8, 24)),
         "page_size": draw(st.sampled_from([1, 2, 4])),
@@ -34,7 +34,8 @@ def workloads(draw):
     request = st.tuples(
         token_lists.map(lambda ids: ids[:longest]), st.integers(1, 30), st.integers(1, 3), st.integers(-1, 2)
     )
-    action = st.one_of(request, st.just("step"), st.just("step"), st.integers(0, 40))
+    update = st.sampled_from(["recompute", "keep"])
+    action = st.one_of(request, st.just("step"), st.just("step"), st.integers(0, 40), update)
     return options, draw(st.lists(action, min_size=1, max_size=40))
 
 
@@ -48,6 +49,8 @@ def test_any_workload_finishes_with_the_tokens_its_history_demands(workload):
     for action in actions:
         if action == "step":
             simulation.step()
+        elif action in ("recompute", "keep"):
+            simulation.replace_weights(recompute=action == "recompute")
         elif isinstance(action, int):
             alive = [r for r in simulation.requests if r.state is not RequestState.FINISHED]
             if alive:
@@ -118,6 +121,19 @@ def test_a_cached_prompt_computes_its_last_token_only():
     assert [(entry.start, entry.count) for entry in plan.entries] == [(7, 1)]
     assert again.num_cached_tokens == 7
     assert simulation.scheduler.stats.prefix_cache_hits == 7
+
+
+def test_a_page_of_two_versions_of_the_weights_is_nobodys_prefix():
+    simulation = Simulation(num_pages=16, page_size=4, overlap=False)
+    (kept,) = simulation.add([1, 2, 3], 9, eos=False)
+    simulation.step()
+    simulation.replace_weights(recompute=False)
+    for _ in range(3):
+        simulation.step()  # fills the first page, whose first three places hold the old version's
+    (other,) = simulation.add(kept.token_ids[:5], 3, eos=False)
+    simulation.run()
+    assert other.num_cached_tokens == 0
+    simulation.check_outputs()
 
 
 def test_the_oldest_request_is_never_preempted_and_nobody_thrashes():
