@@ -1,5 +1,6 @@
 """The engine against Hugging Face transformers: its greedy continuations and log-probabilities in float32."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +13,13 @@ from engine_tools import run
 from flax import nnx
 from golden_models import GOLDEN_NAMES, load_golden, write_checkpoint
 
-from jaxserve import Engine, SamplingParams
+from jaxserve import LLM, Engine, SamplingParams
 from jaxserve.checkpoint.demo_model import demo_model_folder
 from jaxserve.checkpoint.hugging_face import load_hugging_face
+from jaxserve.text.tokenizer import Tokenizer
 
 SMOLLM2 = Path(__file__).parent / "goldens" / "smollm2.npz"
+SCORES = Path(__file__).parent / "goldens" / "smollm2_scores.npz"
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
@@ -25,7 +28,7 @@ def test_tiny_families(name, tmp_path):
     folder = write_checkpoint(golden, tmp_path / name)
     decoder = load_hugging_face(folder, max_model_len=golden.max_model_len)
     certain = golden.certain_length() if len(golden.continuation) else 0
-    params = SamplingParams(temperature=0, max_tokens=max(certain, 1), ignore_eos=True, logprobs=5)
+    params = SamplingParams(temperature=0, max_tokens=max(certain, 1), ignore_eos=True, logprobs=5, prompt_logprobs=0)
     options = {"max_model_len": golden.max_model_len, "num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 8}
     options["deterministic"] = False  # float32 would be padded to 64 rows
     with Engine(decoder=decoder, **options) as engine:
@@ -40,6 +43,9 @@ def test_tiny_families(name, tmp_path):
         assert logprob.logprob == pytest.approx(float(expected[token]), abs=1e-4)
     top = np.argsort(-np.asarray(expected), kind="stable")[:5].tolist()
     assert set(top) <= set(output.logprobs[0])
+    rows = np.asarray(jax.nn.log_softmax(golden.logits.astype(np.float32)))
+    for place, token in enumerate(golden.prompt.tolist()[1:], 1):
+        assert result.prompt_logprobs[place][token].logprob == pytest.approx(float(rows[place - 1, token]), abs=1e-4)
 
 
 class SmolLM2Goldens(NamedTuple):
@@ -82,16 +88,42 @@ def test_smollm2_logits(smollm2, smollm2_decoder):
             np.testing.assert_allclose(others, smollm2.arrays["random_logits"][index, row], atol=tolerance, rtol=0)
 
 
-def test_smollm2_continuations_through_the_engine(smollm2, smollm2_decoder):
+@pytest.fixture(scope="module")
+def smollm2_engine(smollm2_decoder):
+    """In float32; prompts in chunks."""
+    options = {"num_pages": 512, "max_model_len": 1024, "max_num_seqs": 16, "deterministic": False}
+    with Engine(decoder=smollm2_decoder, text=Tokenizer.from_folder(demo_model_folder()), **options) as engine:
+        yield engine
+
+
+def test_smollm2_scores(smollm2_engine):
+    """Log-likelihoods within 1e-3 of transformers', cold and from the prefix cache."""
+    with np.load(SCORES) as golden:
+        pairs, ids = json.loads(bytes(golden["pairs"])), np.split(golden["ids"], golden["ids_starts"][1:-1])
+        starts, greedy, logprobs = golden["starts"], golden["greedy"], golden["token_logprobs"]
+    llm = LLM(engine=smollm2_engine)
+    for cached in (False, True):
+        scores = llm.score([prompt for prompt, _ in pairs], [continuation for _, continuation in pairs])
+        assert (sum(score.num_cached_tokens for score in scores) > 800) == cached
+        first = 0
+        for score, tokens, start, best in zip(scores, ids, starts, greedy, strict=True):
+            assert score.token_ids == tokens[start:].tolist()
+            expected = logprobs[first : first + len(score.token_ids)]
+            np.testing.assert_allclose(score.token_logprobs, expected, atol=1e-3, rtol=0)
+            assert score.logprob == pytest.approx(float(expected.astype(np.float64).sum()), abs=1e-3)
+            assert score.is_greedy == best
+            first += len(score.token_ids)
+    smollm2_engine.check_integrity()
+
+
+def test_smollm2_continuations_through_the_engine(smollm2, smollm2_engine):
     """All prompts together, in chunks; greedy, up to the first margin under 1e-3."""
     certain = [int(np.argmax(margins < 1e-3)) or 64 for margins in smollm2.arrays["margins"]]
     requests = [
         (prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=20))
         for prompt, count in zip(smollm2.prompts, certain, strict=True)
     ]
-    options = {"num_pages": 512, "max_model_len": 1024, "max_num_seqs": 16, "deterministic": False}
-    with Engine(decoder=smollm2_decoder, **options) as engine:
-        results = run(engine, requests)
+    results = run(smollm2_engine, requests)
     for index, (result, count) in enumerate(zip(results, certain, strict=True)):
         assert result.outputs[0].token_ids == smollm2.arrays["continuations"][index, :count].tolist()
         top_ids, top = smollm2.arrays["top_ids"][index, 2], smollm2.arrays["top_logits"][index, 2]
