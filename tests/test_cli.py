@@ -196,8 +196,8 @@ def test_options_in_the_readme_exist(capsys, no_model):
     for command in commands:
         arguments = shlex.split(command.partition("bin/jaxserve ")[2])
         arguments = [str(ROOT / part) if part.endswith(".yaml") else part for part in arguments]
-        if arguments[0] == "info":
-            assert main(arguments) == 0
+        if arguments[0] in ("info", "convert"):  # these start no engine; the README's model file is not there
+            assert main(arguments) == (arguments[0] == "convert")
             continue
         with pytest.raises(AssertionError, match="an engine was started"):
             main(arguments)

@@ -34,7 +34,7 @@ def test_it_says_what_the_engine_becomes(capsys, folder, deterministic, monkeypa
             "row_buckets": list(engine.runner.buckets.rows),
             "policy": "fcfs",
         }
-    monkeypatch.setattr("jaxserve.startup.load_hugging_face", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("jaxserve.startup.load_decoder", lambda *_, **__: pytest.fail("weights were loaded"))
     arguments = [*engine_flags(folder), "--dtype", "bfloat16", "--deterministic", str(deterministic).lower()]
     status, out, err = run(capsys, "info", *arguments, "--json", "true")
     assert (status, err) == (0, "")
