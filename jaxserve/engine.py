@@ -184,11 +184,12 @@ class Engine:
         """Hand each entry's result to its request and note what is new."""
         new: dict[str, list[CompletionOutput]] = {}
         row = sampled_row = 0
+        all_finite, tokens = bool(result.finite[: plan.num_tokens].all()), result.tokens.tolist()
         for entry in plan.entries:
             request = entry.request
-            finite = bool(result.finite[row : row + entry.count].all())
+            finite = all_finite or bool(result.finite[row : row + entry.count].all())
             row += entry.count
-            token = int(result.tokens[sampled_row]) if entry.sample else None
+            token = tokens[sampled_row] if entry.sample else None
             if finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
                 self._outputs.score(request, wanted.prompts[request], result)
             ended = request.finish_reason
@@ -228,11 +229,11 @@ class Engine:
 
     def _report(self, group: RequestGroup, deltas: list[CompletionOutput]) -> RequestOutput:
         """Wrap what is new; forget the request if that was the last of it."""
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                self._outputs.forget(group.branches[delta.index])
-                self._counters.finished[delta.finish_reason] += 1
-        finished, first = group.finished, group.branches[0]
+        ended = [delta for delta in deltas if delta.finish_reason is not None]
+        for delta in ended:
+            self._outputs.forget(group.branches[delta.index])
+            self._counters.finished[delta.finish_reason] += 1
+        finished, first = bool(ended) and group.finished, group.branches[0]
         if finished:
             del self._groups[group.request_id]
         output = RequestOutput(

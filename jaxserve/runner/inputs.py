@@ -12,9 +12,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxserve.kernels_pallas.paged_attention.work_list import (
-    QueryRun,
     WorkList,
-    pack_work_list,
+    pack_tiles,
     unpack_work_list,
     work_list_size,
 )
@@ -60,20 +59,19 @@ def pack_body(
 ) -> np.ndarray:
     """The packed body inputs [body_inputs_size(tokens)] of a step with at most `tokens` query rows."""
     packed = np.zeros(body_inputs_size(tokens), np.int32)
-    slot, offset, page_slot, page_index, page, work = np.split(packed, np.cumsum([tokens] * 5))
-    slot[:] = page_slot[:] = num_slots
-    counts = np.array([run.count for run in runs], np.int32)
-    ends = np.cumsum(counts, dtype=np.int32)
+    slot, offset, page_slot, page_index, page = packed[: 5 * tokens].reshape(5, tokens)
+    slot.fill(num_slots)
+    page_slot.fill(num_slots)
+    slots, starts, counts, _ = (np.array(column, np.int32) for column in zip(*runs, strict=True))
+    ends = counts.cumsum(dtype=np.int32)
+    firsts = ends - counts
     used = int(ends[-1])
-    slot[:used] = np.repeat(np.array([run.slot for run in runs], np.int32), counts)
-    offset[:used] = np.arange(used, dtype=np.int32) - np.repeat(ends - counts, counts)
+    slot[:used] = slots.repeat(counts)
+    offset[:used] = np.arange(used, dtype=np.int32) - firsts.repeat(counts)
     if new_pages:
         count = len(new_pages)
         page_slot[:count], page_index[:count], page[:count] = zip(*new_pages, strict=True)
-    firsts = (ends - counts).tolist()
-    work[:] = pack_work_list(
-        [QueryRun(row, run.start, run.count) for row, run in zip(firsts, runs, strict=True)], tokens
-    )
+    packed[5 * tokens :] = pack_tiles(firsts, starts, counts, tokens)
     return packed
 
 
@@ -87,12 +85,11 @@ def unpack_body(packed: Int[Array, " size"], tokens: int) -> BodyInputs:
 def pack_head(runs: Sequence[Run], rows: int, num_slots: int) -> np.ndarray:
     """[2, rows]: query row and slot of each run that samples, padded with (0, num_slots)."""
     packed = np.zeros((2, rows), np.int32)
-    packed[1] = num_slots
-    counts = np.array([run.count for run in runs], np.int32)
-    last = np.cumsum(counts, dtype=np.int32) - 1
-    sampled = [index for index, run in enumerate(runs) if run.sample]
-    packed[0, : len(sampled)] = last[sampled]
-    packed[1, : len(sampled)] = [runs[index].slot for index in sampled]
+    packed[1].fill(num_slots)
+    slots, _, counts, samples = (np.array(column, np.int32) for column in zip(*runs, strict=True))
+    sampled = samples.nonzero()[0]
+    packed[0, : len(sampled)] = counts.cumsum(dtype=np.int32)[sampled] - 1
+    packed[1, : len(sampled)] = slots[sampled]
     return packed
 
 
