@@ -16,7 +16,7 @@ from jaxserve.input_processor import Prompt
 from jaxserve.models.decoder import Decoder
 from jaxserve.output_processor import OutputProcessor, WantedRows, wanted_rows
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.request import RequestGroup, RequestState
+from jaxserve.request import Request, RequestGroup, RequestState
 from jaxserve.runner.inputs import Run
 from jaxserve.runner.runner import StepHandle, StepResult
 from jaxserve.runner.slots import pack_admission
@@ -190,13 +190,14 @@ class Engine:
             finite = all_finite or bool(result.finite[row : row + entry.count].all())
             row += entry.count
             token = tokens[sampled_row] if entry.sample else None
-            if finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
+            if wanted.prompts and finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
                 self._outputs.score(request, wanted.prompts[request], result)
             ended = request.finish_reason
             took = self.scheduler.complete(entry, token, finite)
             if took:
-                whole = wanted.sampled_whole.get(request, -1)
-                new.setdefault(request.request_id, []).append(self._output(entry, token, result, sampled_row, whole))
+                whole = wanted.sampled_whole.get(request, -1) if wanted.sampled_whole else -1
+                output = self._output(request, token, result, sampled_row, whole)
+                new.setdefault(request.request_id, []).append(output)
             elif request.finish_reason == "error":
                 self._fail(entry, new)
             elif request.finish_reason != ended:  # nothing was to be sampled
@@ -204,9 +205,7 @@ class Engine:
                 new.setdefault(request.request_id, []).append(output)
             sampled_row += entry.sample
         self._pending += [
-            self._report(self._groups[request_id], deltas)
-            for request_id, deltas in new.items()
-            if request_id in self._groups
+            self._report(group, deltas) for request_id, deltas in new.items() if (group := self._groups.get(request_id))
         ]
 
     def _fail(self, entry: PlanEntry, new: dict[str, list[CompletionOutput]]) -> None:
@@ -218,8 +217,7 @@ class Engine:
             ended = [delta for delta in new.pop(request.request_id, ()) if delta.finish_reason is not None]
             self._end(group, "error", request.error, ended)
 
-    def _output(self, entry: PlanEntry, token: int, result: StepResult, row: int, whole: int) -> CompletionOutput:
-        request = entry.request
+    def _output(self, request: Request, token: int, result: StepResult, row: int, whole: int) -> CompletionOutput:
         self._counters.generation_tokens += 1
         output = self._outputs.completion(request, token, result, row, whole)
         if output.finish_reason is not None and request.state is not RequestState.FINISHED:
@@ -229,11 +227,12 @@ class Engine:
 
     def _report(self, group: RequestGroup, deltas: list[CompletionOutput]) -> RequestOutput:
         """Wrap what is new; forget the request if that was the last of it."""
-        ended = [delta for delta in deltas if delta.finish_reason is not None]
-        for delta in ended:
-            self._outputs.forget(group.branches[delta.index])
-            self._counters.finished[delta.finish_reason] += 1
-        finished, first = bool(ended) and group.finished, group.branches[0]
+        finished, first = False, group.branches[0]
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._outputs.forget(group.branches[delta.index])
+                self._counters.finished[delta.finish_reason] += 1
+                finished = group.finished
         if finished:
             del self._groups[group.request_id]
         output = RequestOutput(

@@ -147,8 +147,8 @@ class Runner:
         `greedy`: no run wants more than the largest logit. `scores` are rows to score given tokens after, `whole`
         are query rows after which the whole vocabulary's log-probabilities are wanted.
         """
-        tokens = self.buckets.token_bucket(sum(run.count for run in runs))
-        sampled_rows = sum(run.sample for run in runs)
+        _, _, counts, samples = zip(*runs, strict=True)
+        tokens, sampled_rows = self.buckets.token_bucket(sum(counts)), sum(samples)
         rows = self.buckets.row_bucket(max(sampled_rows, 1))
         programs = [self._bodies[tokens], *([self._heads[rows, greedy]] if sampled_rows else [])]
         body, *head = self.compiler.get_all(programs)

@@ -224,7 +224,7 @@ class Scheduler:
             if count > 1:
                 prefilling.append(request)
             elif count and plan.num_tokens < self.max_num_batched_tokens:
-                self._plan_tokens(plan, request, 1)
+                self._plan_tokens(plan, request, 1, 1)
         return prefilling
 
     def _plan_prefills(self, plan: StepPlan, prefilling: list[Request]) -> None:
@@ -241,18 +241,22 @@ class Scheduler:
             budget = min(budget, self.buckets.exact_fit(min(demand, budget) + decoding, decoding + 1) - decoding)
         for request in prefilling:
             if budget and request.state is RequestState.RUNNING:
-                budget -= self._plan_tokens(plan, request, min(self.chunk_limit(request), budget))
+                count = min(self.chunk_limit(request), budget)
+                budget -= self._plan_tokens(plan, request, count, request.num_to_compute)
 
     def chunk_limit(self, request: Request) -> int:
         """The most tokens of a request in one step."""
         return request.num_to_compute
 
-    def _plan_tokens(self, plan: StepPlan, request: Request, count: int) -> int:
-        """Plan up to `count` tokens of a running request, preempting others if it needs a page. Returns the count."""
+    def _plan_tokens(self, plan: StepPlan, request: Request, count: int, remaining: int) -> int:
+        """Plan `count` of a running request's `remaining` tokens, preempting others if it needs a page.
+
+        Returns how many were planned: all or, where there is no page, none.
+        """
         if not self._own_pages(plan, request, request.num_computed + count):
             return 0
         start = request.num_computed
-        sample = count == request.num_to_compute and not request.only_scores
+        sample = count == remaining and not request.only_scores
         plan.add(PlanEntry(request, request.slot, start, count, sample))
         request.num_computed += count
         request.num_in_flight += sample

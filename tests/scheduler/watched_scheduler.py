@@ -52,6 +52,8 @@ class WatchedScheduler(Scheduler):
         return first if outranked and not ahead and tokens < self.max_num_batched_tokens and has_room else None
 
     def _outranks(self, waiting: Request, running: Request) -> bool:
+        if not isinstance(self.policy, Priority):
+            return False
         return waiting.priority < running.priority and self.effective(waiting) < self.effective(running)
 
     def _start(self, request, *arguments):
