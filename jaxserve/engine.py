@@ -17,7 +17,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.output_processor import OutputProcessor, WantedRows, wanted_rows
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request, RequestGroup, RequestState
-from jaxserve.runner.inputs import Run
+from jaxserve.runner.inputs import Runs
 from jaxserve.runner.runner import StepHandle, StepResult
 from jaxserve.runner.slots import pack_admission
 from jaxserve.sampling_params import SamplingParams
@@ -155,11 +155,11 @@ class Engine:
             self._admit(admission)
         if plan.copies:
             self.runner.copy_pages(plan.copies)
-        runs = [Run(entry.slot, entry.start, entry.count, entry.sample) for entry in plan.entries]
+        _, *columns = zip(*plan.entries, strict=True)
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
         wanted = wanted_rows(plan)
         extras = {"greedy": plan.only_greedy, "scores": wanted.scores, "whole": wanted.whole}
-        return InFlight(plan, wanted, self.runner.run(runs, plan.new_pages, **extras))
+        return InFlight(plan, wanted, self.runner.run(Runs.of_columns(columns), plan.new_pages, **extras))
 
     def _admit(self, a: Admission) -> None:
         request = a.request

@@ -61,8 +61,8 @@ class InstantDevice:
         array = lambda dtype, size: np.ones(size, dtype).view(HostArray)
         match program.name:
             case "body":
-                finite = array(bool, program.bucket)
-                return lambda weights, kv, slots, packed: (kv, slots, None, finite)
+                finite, hidden = array(bool, program.bucket), jnp.zeros(0)
+                return lambda weights, kv, slots, packed: (kv, slots, hidden, finite)
             case "head" | "greedy_head":
                 sampled = Sampled(array(np.int32, program.bucket), None)
                 return lambda weights, slots, hidden, packed: (slots, sampled)

@@ -17,7 +17,7 @@ from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Compiler, Program
-from jaxserve.runner.inputs import Run, ScoreRow
+from jaxserve.runner.inputs import Runs, ScoreRow
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import Weights, flatten
 from jaxserve.sampling.logprobs import Logprobs
@@ -135,7 +135,7 @@ class Runner:
 
     def run(
         self,
-        runs: Sequence[Run],
+        runs: Runs,
         new_pages: Sequence[tuple[int, int, int]],
         *,
         greedy: bool = False,
@@ -147,8 +147,7 @@ class Runner:
         `greedy`: no run wants more than the largest logit. `scores` are rows to score given tokens after, `whole`
         are query rows after which the whole vocabulary's log-probabilities are wanted.
         """
-        _, _, counts, samples = zip(*runs, strict=True)
-        tokens, sampled_rows = self.buckets.token_bucket(sum(counts)), sum(samples)
+        tokens, sampled_rows = self.buckets.token_bucket(int(runs.counts.sum())), int(runs.samples.sum())
         rows = self.buckets.row_bucket(max(sampled_rows, 1))
         programs = [self._bodies[tokens], *([self._heads[rows, greedy]] if sampled_rows else [])]
         body, *head = self.compiler.get_all(programs)

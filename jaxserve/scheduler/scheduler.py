@@ -166,7 +166,8 @@ class Scheduler:
             request.finish_reason = "length"
         if request.state is RequestState.RUNNING:  # in the same admission: a preempted request waits for this step
             request.num_confirmed = entry.start + entry.count
-            self._register_pages(request)
+            if request.num_confirmed >= (request.num_registered + 1) * self.page_size:
+                self._register_pages(request)
         if request.finish_reason is not None:
             self.finish(request)
         elif request.state is RequestState.PREEMPTED and request.steps_in_flight == 0:
@@ -196,8 +197,6 @@ class Scheduler:
         if not self.pool.enable_prefix_caching or request.stale:
             return
         full = min(request.num_confirmed, len(request.token_ids)) // self.page_size
-        if full == request.num_registered:
-            return
         names = request.hashes(full, self.page_size)
         for page in range(request.num_registered, full):
             self.pool.register(request.pages[page], names[page])
