@@ -54,10 +54,21 @@ class HostArray(np.ndarray):
 class InstantDevice:
     """Takes the place of `Runner.compiler`: programs that compute nothing. Every sampled token is 1."""
 
+    num_compiled = num_loaded = num_after_warmup = 0
+
+    def __init__(self):
+        self._made: dict[tuple[str, int], Callable] = {}
+
     def get_all(self, programs: list[Program]) -> list[Callable]:
         return [self.get(program) for program in programs]
 
     def get(self, program: Program) -> Callable:
+        if program.key not in self._made:
+            self._made[program.key] = self._make(program)
+        return self._made[program.key]
+
+    @staticmethod
+    def _make(program: Program) -> Callable:
         array = lambda dtype, size: np.ones(size, dtype).view(HostArray)
         match program.name:
             case "body":
@@ -71,8 +82,6 @@ class InstantDevice:
 
     def executables(self) -> "Everything":
         return Everything()
-
-    num_compiled = num_loaded = num_after_warmup = 0
 
     def clear(self) -> None:
         pass
