@@ -16,8 +16,8 @@ from jaxserve.input_processor import Prompt
 from jaxserve.models.decoder import Decoder
 from jaxserve.output_processor import OutputProcessor, WantedRows, wanted_rows
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.request import RequestGroup, RequestState
-from jaxserve.runner.inputs import Run
+from jaxserve.request import Request, RequestGroup, RequestState
+from jaxserve.runner.inputs import Runs
 from jaxserve.runner.runner import StepHandle, StepResult
 from jaxserve.runner.slots import pack_admission
 from jaxserve.sampling_params import SamplingParams
@@ -155,11 +155,11 @@ class Engine:
             self._admit(admission)
         if plan.copies:
             self.runner.copy_pages(plan.copies)
-        runs = [Run(entry.slot, entry.start, entry.count, entry.sample) for entry in plan.entries]
+        _, *columns = zip(*plan.entries, strict=True)
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
         wanted = wanted_rows(plan)
         extras = {"greedy": plan.only_greedy, "scores": wanted.scores, "whole": wanted.whole}
-        return InFlight(plan, wanted, self.runner.run(runs, plan.new_pages, **extras))
+        return InFlight(plan, wanted, self.runner.run(Runs.of_columns(columns), plan.new_pages, **extras))
 
     def _admit(self, a: Admission) -> None:
         request = a.request
@@ -184,18 +184,20 @@ class Engine:
         """Hand each entry's result to its request and note what is new."""
         new: dict[str, list[CompletionOutput]] = {}
         row = sampled_row = 0
+        all_finite, tokens = bool(result.finite[: plan.num_tokens].all()), result.tokens.tolist()
         for entry in plan.entries:
             request = entry.request
-            finite = bool(result.finite[row : row + entry.count].all())
+            finite = all_finite or bool(result.finite[row : row + entry.count].all())
             row += entry.count
-            token = int(result.tokens[sampled_row]) if entry.sample else None
-            if finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
+            token = tokens[sampled_row] if entry.sample else None
+            if wanted.prompts and finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
                 self._outputs.score(request, wanted.prompts[request], result)
             ended = request.finish_reason
             took = self.scheduler.complete(entry, token, finite)
             if took:
-                whole = wanted.sampled_whole.get(request, -1)
-                new.setdefault(request.request_id, []).append(self._output(entry, token, result, sampled_row, whole))
+                whole = wanted.sampled_whole.get(request, -1) if wanted.sampled_whole else -1
+                output = self._output(request, token, result, sampled_row, whole)
+                new.setdefault(request.request_id, []).append(output)
             elif request.finish_reason == "error":
                 self._fail(entry, new)
             elif request.finish_reason != ended:  # nothing was to be sampled
@@ -203,9 +205,7 @@ class Engine:
                 new.setdefault(request.request_id, []).append(output)
             sampled_row += entry.sample
         self._pending += [
-            self._report(self._groups[request_id], deltas)
-            for request_id, deltas in new.items()
-            if request_id in self._groups
+            self._report(group, deltas) for request_id, deltas in new.items() if (group := self._groups.get(request_id))
         ]
 
     def _fail(self, entry: PlanEntry, new: dict[str, list[CompletionOutput]]) -> None:
@@ -217,8 +217,7 @@ class Engine:
             ended = [delta for delta in new.pop(request.request_id, ()) if delta.finish_reason is not None]
             self._end(group, "error", request.error, ended)
 
-    def _output(self, entry: PlanEntry, token: int, result: StepResult, row: int, whole: int) -> CompletionOutput:
-        request = entry.request
+    def _output(self, request: Request, token: int, result: StepResult, row: int, whole: int) -> CompletionOutput:
         self._counters.generation_tokens += 1
         output = self._outputs.completion(request, token, result, row, whole)
         if output.finish_reason is not None and request.state is not RequestState.FINISHED:
@@ -228,11 +227,12 @@ class Engine:
 
     def _report(self, group: RequestGroup, deltas: list[CompletionOutput]) -> RequestOutput:
         """Wrap what is new; forget the request if that was the last of it."""
+        finished, first = False, group.branches[0]
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._outputs.forget(group.branches[delta.index])
                 self._counters.finished[delta.finish_reason] += 1
-        finished, first = group.finished, group.branches[0]
+                finished = group.finished
         if finished:
             del self._groups[group.request_id]
         output = RequestOutput(

@@ -41,7 +41,7 @@ def wanted_rows(plan: StepPlan) -> WantedRows:
     row = 0
     for entry in plan.entries:
         request = entry.request
-        if (position := request.next_to_score) is not None:
+        if request.prompt_logprobs is not None and (position := request.next_to_score) is not None:
             # The hidden state at a position tells of the token after it.
             first, end = max(position, entry.start + 1), min(entry.start + entry.count + 1, request.num_prompt_tokens)
             if first < end:
@@ -121,9 +121,9 @@ class OutputProcessor:
         May set the request's finish_reason, if a stop string is complete.
         """
         text = self._texts.get(request)
-        output = CompletionOutput(request.index, token_ids=[token])
-        output.text = "" if text is None else text.push(token)
-        output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+        pushed = "" if text is None else text.push(token)  # it may end the request
+        output = CompletionOutput(request.index, pushed, [token], None, None, request.finish_reason)
+        output.stop_reason = request.stop_reason
         wanted = request.params.logprobs
         if wanted is not None:
             everything = result.whole[whole] if wanted < 0 else None

@@ -104,9 +104,10 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Tokens whose keys and values are still to be computed; 0 if the last token that is allowed exists."""
-        if self.num_tokens >= self.max_total_tokens and not self.only_scores:
+        tokens = len(self.token_ids) + self.num_in_flight
+        if tokens >= self.max_total_tokens and not self.only_scores:
             return 0
-        return self.num_tokens - self.num_computed
+        return tokens - self.num_computed
 
     def hashes(self, count: int, page_size: int) -> list[bytes]:
         """The hashes of the first `count` full pages, whose token ids must be on the host."""

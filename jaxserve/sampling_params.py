@@ -4,6 +4,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, no_type_check
 
 from jaxserve.validation import check_names, is_integer, is_number, require
@@ -104,7 +105,7 @@ class SamplingParams:
         masks = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
         return bool(masks or self.min_tokens)
 
-    @property
+    @cached_property
     def only_greedy(self) -> bool:
         """Whether the token is the largest logit's and nothing else is asked for."""
         changed = self.has_penalties or self.needs_tables or self.logprobs is not None

@@ -41,7 +41,7 @@ def fixed(batch: int, prompt: int = 50, output: int = 64, seed: int = 1, vocab: 
     return [Item(_random_ids(source, prompt, vocab), output) for _ in range(batch)]
 
 
-def csv_trace(file: Path, requests: int, seed: int = 0, vocab: int = 49152) -> list[Item]:
+def csv_trace(file: str | Path, requests: int, seed: int = 0, vocab: int = 49152) -> list[Item]:
     """Random prompts with the lengths of a trace's first requests (columns ContextTokens, GeneratedTokens)."""
     source = np.random.default_rng(seed)
     items = []
@@ -60,7 +60,7 @@ def csv_trace(file: Path, requests: int, seed: int = 0, vocab: int = 49152) -> l
     return items
 
 
-def jsonl_prompts(file: Path, requests: int) -> Iterator[str | list]:
+def jsonl_prompts(file: str | Path, requests: int) -> Iterator[str | list]:
     """The first prompts of a JSONL file: text, or the messages of a chat. Of several turns the first."""
     with Path(file).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

@@ -4,7 +4,7 @@ A NumPy argument costs microseconds and a `device_put` ten times as much, so eve
 The buffer is fresh for every step: on the CPU JAX may alias it, and the step runs after `pack` has returned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,21 +12,30 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxserve.kernels_pallas.paged_attention.work_list import (
-    QueryRun,
     WorkList,
-    pack_work_list,
+    pack_tiles,
     unpack_work_list,
     work_list_size,
 )
 
 
-class Run(NamedTuple):
-    """One scheduled request as the device sees it: `count` tokens of a slot from position `start` on."""
+class Runs(NamedTuple):
+    """The scheduled requests as the device sees them, int32 columns [runs]: `counts` tokens of a slot from position
+    `starts` on; `samples` is 1 where the last of them yields a token."""
 
-    slot: int
-    start: int
-    count: int
-    sample: bool
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    samples: np.ndarray
+
+    @classmethod
+    def of(cls, runs: Iterable[tuple[int, int, int, bool]]) -> "Runs":
+        """From (slot, start, count, sample) of each run, at least one."""
+        return cls.of_columns(zip(*runs, strict=True))
+
+    @classmethod
+    def of_columns(cls, columns: Iterable[Sequence[int]]) -> "Runs":
+        return cls(*(np.array(column, np.int32) for column in columns))
 
 
 class ScoreRow(NamedTuple):
@@ -55,25 +64,22 @@ def body_inputs_size(tokens: int) -> int:
     return 5 * tokens + work_list_size(tokens)
 
 
-def pack_body(
-    runs: Sequence[Run], new_pages: Sequence[tuple[int, int, int]], tokens: int, num_slots: int
-) -> np.ndarray:
+def pack_body(runs: Runs, new_pages: Sequence[tuple[int, int, int]], tokens: int, num_slots: int) -> np.ndarray:
     """The packed body inputs [body_inputs_size(tokens)] of a step with at most `tokens` query rows."""
     packed = np.zeros(body_inputs_size(tokens), np.int32)
-    slot, offset, page_slot, page_index, page, work = np.split(packed, np.cumsum([tokens] * 5))
-    slot[:] = page_slot[:] = num_slots
-    counts = np.array([run.count for run in runs], np.int32)
-    ends = np.cumsum(counts, dtype=np.int32)
+    slot, offset, page_slot, page_index, page = packed[: 5 * tokens].reshape(5, tokens)
+    slot.fill(num_slots)
+    page_slot.fill(num_slots)
+    slots, starts, counts, _ = runs
+    ends = counts.cumsum(dtype=np.int32)
+    firsts = ends - counts
     used = int(ends[-1])
-    slot[:used] = np.repeat(np.array([run.slot for run in runs], np.int32), counts)
-    offset[:used] = np.arange(used, dtype=np.int32) - np.repeat(ends - counts, counts)
+    slot[:used] = slots.repeat(counts)
+    offset[:used] = np.arange(used, dtype=np.int32) - firsts.repeat(counts)
     if new_pages:
         count = len(new_pages)
         page_slot[:count], page_index[:count], page[:count] = zip(*new_pages, strict=True)
-    firsts = (ends - counts).tolist()
-    work[:] = pack_work_list(
-        [QueryRun(row, run.start, run.count) for row, run in zip(firsts, runs, strict=True)], tokens
-    )
+    packed[5 * tokens :] = pack_tiles(firsts, starts, counts, tokens)
     return packed
 
 
@@ -84,15 +90,13 @@ def unpack_body(packed: Int[Array, " size"], tokens: int) -> BodyInputs:
     return BodyInputs(*parts, work=unpack_work_list(packed[cuts[-1] :], tokens))
 
 
-def pack_head(runs: Sequence[Run], rows: int, num_slots: int) -> np.ndarray:
+def pack_head(runs: Runs, rows: int, num_slots: int) -> np.ndarray:
     """[2, rows]: query row and slot of each run that samples, padded with (0, num_slots)."""
     packed = np.zeros((2, rows), np.int32)
-    packed[1] = num_slots
-    counts = np.array([run.count for run in runs], np.int32)
-    last = np.cumsum(counts, dtype=np.int32) - 1
-    sampled = [index for index, run in enumerate(runs) if run.sample]
-    packed[0, : len(sampled)] = last[sampled]
-    packed[1, : len(sampled)] = [runs[index].slot for index in sampled]
+    packed[1].fill(num_slots)
+    sampled = runs.samples.nonzero()[0]
+    packed[0, : len(sampled)] = runs.counts.cumsum(dtype=np.int32)[sampled] - 1
+    packed[1, : len(sampled)] = runs.slots[sampled]
     return packed
 
 

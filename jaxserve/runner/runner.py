@@ -17,7 +17,7 @@ from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Compiler, Program
-from jaxserve.runner.inputs import Run, ScoreRow
+from jaxserve.runner.inputs import Runs, ScoreRow
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import Weights, flatten
 from jaxserve.sampling.logprobs import Logprobs
@@ -101,8 +101,13 @@ class Runner:
         like = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if mesh else None)
         self._weights_like, self._slots_like = jax.tree.map(like, (self.weights, self.slots))
         self._kv_like = kv_cache.abstract(layout, num_pages, mesh)
+        # Made once: describing a program costs as much as packing a step.
+        self._bodies = {tokens: self._body_program(tokens) for tokens in buckets.tokens}
+        self._heads = {
+            (rows, greedy): self._head_program(rows, greedy) for rows in buckets.rows for greedy in (False, True)
+        }
         # Nearly every workload has a prompt that fills a step; loading that program takes seconds.
-        self.compiler.prefetch(self._body_program(buckets.tokens[-1]))
+        self.compiler.prefetch(self._bodies[buckets.tokens[-1]])
         self.kv = kv_cache.allocate(layout, num_pages, mesh)
 
     # ---- one step ---------------------------------------------------------------------------------------
@@ -130,7 +135,7 @@ class Runner:
 
     def run(
         self,
-        runs: Sequence[Run],
+        runs: Runs,
         new_pages: Sequence[tuple[int, int, int]],
         *,
         greedy: bool = False,
@@ -142,10 +147,9 @@ class Runner:
         `greedy`: no run wants more than the largest logit. `scores` are rows to score given tokens after, `whole`
         are query rows after which the whole vocabulary's log-probabilities are wanted.
         """
-        tokens = self.buckets.token_bucket(sum(run.count for run in runs))
-        sampled_rows = sum(run.sample for run in runs)
+        tokens, sampled_rows = self.buckets.token_bucket(int(runs.counts.sum())), int(runs.samples.sum())
         rows = self.buckets.row_bucket(max(sampled_rows, 1))
-        programs = [self._body_program(tokens), *([self._head_program(rows, greedy)] if sampled_rows else [])]
+        programs = [self._bodies[tokens], *([self._heads[rows, greedy]] if sampled_rows else [])]
         body, *head = self.compiler.get_all(programs)
         packed = inputs.pack_body(runs, new_pages, tokens, self.num_slots)
         self.kv, self.slots, hidden, finite = body(self.weights, self.kv, self.slots, packed)
@@ -196,8 +200,7 @@ class Runner:
 
     def programs(self) -> list[Program]:
         """Every program that the engine can ever run, the largest first."""
-        bodies = [self._body_program(tokens) for tokens in reversed(self.buckets.tokens)]
-        heads = [self._head_program(rows, greedy) for rows in reversed(self.buckets.rows) for greedy in (False, True)]
+        bodies, heads = reversed(self._bodies.values()), reversed(self._heads.values())
         small = [self._admit_program(), self._tables_program(), self._copy_program()]
         return [*bodies, *heads, self._score_program(), self._score_all_program(), *small]
 

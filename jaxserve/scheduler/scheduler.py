@@ -19,6 +19,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.request import Request, RequestState
@@ -26,8 +27,7 @@ from jaxserve.scheduler.buckets import Buckets
 from jaxserve.scheduler.policies import FirstComeFirstServed, WaitingQueue
 
 
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
+class PlanEntry(NamedTuple):
     """`count` tokens of a request from position `start` on; `sample`: the last of them yields a new token."""
 
     request: Request
@@ -51,25 +51,26 @@ class Admission:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. `copies` are (from page, to page), `new_pages` are (slot, index in its table, page)."""
+    """One step. `copies` are (from page, to page), `new_pages` are (slot, index in its table, page).
+
+    `num_tokens`, `num_sampled` and `only_greedy` (every token to be sampled is just the largest logit's) are those of
+    the entries.
+    """
 
     entries: list[PlanEntry] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     new_pages: list[tuple[int, int, int]] = field(default_factory=list)
+    num_tokens: int = 0
+    num_sampled: int = 0
+    only_greedy: bool = True
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(entry.count for entry in self.entries)
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(entry.sample for entry in self.entries)
-
-    @property
-    def only_greedy(self) -> bool:
-        """Whether every token to be sampled is just the largest logit's."""
-        return all(entry.request.params.only_greedy for entry in self.entries if entry.sample)
+    def add(self, entry: PlanEntry) -> None:
+        self.entries.append(entry)
+        self.num_tokens += entry.count
+        if entry.sample:
+            self.num_sampled += 1
+            self.only_greedy = self.only_greedy and entry.request.params.only_greedy
 
     def __bool__(self) -> bool:
         return bool(self.entries)
@@ -165,7 +166,8 @@ class Scheduler:
             request.finish_reason = "length"
         if request.state is RequestState.RUNNING:  # in the same admission: a preempted request waits for this step
             request.num_confirmed = entry.start + entry.count
-            self._register_pages(request)
+            if request.num_confirmed >= (request.num_registered + 1) * self.page_size:
+                self._register_pages(request)
         if request.finish_reason is not None:
             self.finish(request)
         elif request.state is RequestState.PREEMPTED and request.steps_in_flight == 0:
@@ -205,48 +207,56 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step; empty if nothing can run before the step in flight has arrived."""
         plan = StepPlan()
-        budget = self.max_num_batched_tokens
         if self.policy.displaces:
             self._admit_who_outranks(plan)
-        budget -= self._plan_decodes(plan, budget)
-        self._plan_prefills(plan, budget)
+        prefilling = self._plan_decodes(plan)
+        self._plan_prefills(plan, prefilling)
         return plan
 
-    def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
-        """One token for every running request that has its prompt behind it. Returns the tokens used."""
-        used = 0
+    def _plan_decodes(self, plan: StepPlan) -> list[Request]:
+        """One token for every running request that has its prompt behind it. Returns those that have not."""
+        prefilling = []
         for request in list(self.running):
-            if used == budget:
-                break
-            if request.state is RequestState.RUNNING and request.num_to_compute == 1:
-                used += self._plan_tokens(plan, request, 1)
-        return used
+            if request.state is not RequestState.RUNNING:
+                continue  # it had to give its pages to one before it
+            count = request.num_to_compute
+            if count > 1:
+                prefilling.append(request)
+            elif count and plan.num_tokens < self.max_num_batched_tokens:
+                self._plan_tokens(plan, request, 1, 1)
+        return prefilling
 
-    def _plan_prefills(self, plan: StepPlan, budget: int) -> None:
+    def _plan_prefills(self, plan: StepPlan, prefilling: list[Request]) -> None:
         """Fill the budget with chunks of prompts, running ones first, then newly admitted ones."""
-        demand = sum(r.num_to_compute for r in self.running if r.num_to_compute > 1)
+        prefilling = [request for request in prefilling if request.state is RequestState.RUNNING]
+        demand = sum(request.num_to_compute for request in prefilling)
         decoding = plan.num_tokens
+        budget = self.max_num_batched_tokens - decoding
         waiting = iter(self._admissible() if demand < budget and self._free_slots else ())
         while demand < budget and (request := self._next_waiting(waiting, plan, budget - demand)) is not None:
             demand += request.num_to_compute
+            insort(prefilling, request, key=self.policy.order)
         if self.enable_chunked_prefill and decoding:  # a next step is due anyway: what is cut off rides along
             budget = min(budget, self.buckets.exact_fit(min(demand, budget) + decoding, decoding + 1) - decoding)
-        planned = {entry.request for entry in plan.entries}
-        for request in list(self.running):
-            if budget and request not in planned and request.state is RequestState.RUNNING and request.num_to_compute:
-                budget -= self._plan_tokens(plan, request, min(self.chunk_limit(request), budget))
+        for request in prefilling:
+            if budget and request.state is RequestState.RUNNING:
+                count = min(self.chunk_limit(request), budget)
+                budget -= self._plan_tokens(plan, request, count, request.num_to_compute)
 
     def chunk_limit(self, request: Request) -> int:
         """The most tokens of a request in one step."""
         return request.num_to_compute
 
-    def _plan_tokens(self, plan: StepPlan, request: Request, count: int) -> int:
-        """Plan up to `count` tokens of a running request, preempting others if it needs a page. Returns the count."""
+    def _plan_tokens(self, plan: StepPlan, request: Request, count: int, remaining: int) -> int:
+        """Plan `count` of a running request's `remaining` tokens, preempting others if it needs a page.
+
+        Returns how many were planned: all or, where there is no page, none.
+        """
         if not self._own_pages(plan, request, request.num_computed + count):
             return 0
         start = request.num_computed
-        sample = count == request.num_to_compute and not request.only_scores
-        plan.entries.append(PlanEntry(request, request.slot, start, count, sample))
+        sample = count == remaining and not request.only_scores
+        plan.add(PlanEntry(request, request.slot, start, count, sample))
         request.num_computed += count
         request.num_in_flight += sample
         request.steps_in_flight += 1
@@ -259,6 +269,10 @@ class Scheduler:
 
         Preempts from the end of the running order; False if the request itself had to go.
         """
+        last = (num_tokens - 1) // self.page_size
+        one_token = request.num_computed == num_tokens - 1 and last < len(request.pages)
+        if one_token and self.pool.is_private(request.pages[last]):
+            return True  # so it is with nearly every decode
         first_write = max(request.num_computed, request.write_start)
         needed = -(-num_tokens // self.page_size)
         written = range(

@@ -55,30 +55,51 @@ def work_list_size(tokens: int) -> int:
 
 def pack_work_list(runs: Sequence[QueryRun], tokens: int) -> np.ndarray:
     """The packed work list [work_list_size(tokens)] of `runs`, which hold at most `tokens` rows together."""
-    singles: list[tuple[int, int]] = []  # (context, row)
+    columns = np.array(runs, np.int32).reshape(-1, len(QueryRun._fields)).T
+    return pack_tiles(*columns, tokens=tokens)
+
+
+def pack_tiles(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tokens: int) -> np.ndarray:
+    """`pack_work_list` of the runs (rows[i], starts[i], counts[i]), int32; rows ascend."""
     chunks: list[tuple[int, int, int]] = []  # (context, first row, rows)
-    for row, start, count in runs:
-        done = 0
-        while tokens >= CHUNK_ROWS and count - done >= MIN_CHUNK_ROWS:
-            rows = min(CHUNK_ROWS, count - done)
-            chunks.append((start + done + rows, row + done, rows))
-            done += rows
-        singles.extend((start + i + 1, row + i) for i in range(done, count))
-    singles.sort(reverse=True)
-    chunks.sort(reverse=True)
+    if tokens >= CHUNK_ROWS and (counts >= MIN_CHUNK_ROWS).any():
+        rows, starts, counts = _cut_chunks(rows, starts, counts, chunks)
+    if counts.max(initial=0) > 1:  # remainders of several rows
+        offsets = np.arange(counts.sum(), dtype=np.int32) - (counts.cumsum(dtype=np.int32) - counts).repeat(counts)
+        rows, starts = rows.repeat(counts) + offsets, starts.repeat(counts) + offsets
+    elif counts.min(initial=1) < 1:
+        rows, starts = rows[counts > 0], starts[counts > 0]
+    singles = rows[starts.argsort(kind="stable")[::-1]]
 
     tiles = num_chunk_tiles(tokens)
     packed = np.zeros(work_list_size(tokens), np.int32)
     packed[0] = -(-len(singles) // SINGLE_GROUP)
     packed[1] = -(-len(chunks) // CHUNK_GROUP)
-    single_rows, chunk_first, chunk_count, place = np.split(packed[2:], np.cumsum([tokens, tiles, tiles]))
-    single_rows[:] = tokens
-    single_rows[: len(singles)] = rows = np.array([row for _, row in singles], np.int32)
-    place[rows] = np.arange(len(singles), dtype=np.int32)
+    packed[2 : 2 + len(singles)] = singles
+    packed[2 + len(singles) : 2 + tokens] = tokens
+    place = packed[2 + tokens + 2 * tiles :]
+    place[singles] = np.arange(len(singles), dtype=np.int32)
     for tile, (_, first, count) in enumerate(chunks):
-        chunk_first[tile], chunk_count[tile] = first, count
+        packed[2 + tokens + tile], packed[2 + tokens + tiles + tile] = first, count
         place[first : first + count] = np.arange(count, dtype=np.int32) + (tokens + tile * CHUNK_ROWS)
     return packed
+
+
+def _cut_chunks(
+    rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, chunks: list[tuple[int, int, int]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Move whole chunk tiles from the runs to `chunks`, longest context first; returns what is left of the runs."""
+    rows, starts, counts = rows.copy(), starts.copy(), counts.copy()
+    for run in (counts >= MIN_CHUNK_ROWS).nonzero()[0]:
+        row, start, count = int(rows[run]), int(starts[run]), int(counts[run])
+        done = 0
+        while count - done >= MIN_CHUNK_ROWS:
+            size = min(CHUNK_ROWS, count - done)
+            chunks.append((start + done + size, row + done, size))
+            done += size
+        rows[run], starts[run], counts[run] = row + done, start + done, count - done
+    chunks.sort(reverse=True)
+    return rows, starts, counts
 
 
 def unpack_work_list(packed: Int[Array, " size"], tokens: int) -> WorkList:

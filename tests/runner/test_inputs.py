@@ -1,5 +1,7 @@
 """What the host packs is what the device unpacks."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_work_list, unpack_work_list
 from jaxserve.runner import slots
 from jaxserve.runner.inputs import (
-    Run,
+    Runs,
     ScoreRow,
     body_inputs_size,
     pack_body,
@@ -23,6 +25,13 @@ from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams, seed_words
 
 NUM_SLOTS, MAX_ROWS = 12, 16
+
+
+class Run(NamedTuple):
+    slot: int
+    start: int
+    count: int
+    sample: bool
 
 
 @st.composite
@@ -44,7 +53,7 @@ def plans(draw):
 @given(plans())
 def test_a_body_s_inputs_say_which_row_is_which(plan):
     tokens, runs, new_pages = plan
-    packed = pack_body(runs, new_pages, tokens, NUM_SLOTS)
+    packed = pack_body(Runs.of(runs), new_pages, tokens, NUM_SLOTS)
     assert packed.dtype == np.int32
     assert packed.shape == (body_inputs_size(tokens),)
     inputs = unpack_body(jnp.asarray(packed), tokens)
@@ -55,7 +64,7 @@ def test_a_body_s_inputs_say_which_row_is_which(plan):
     # The head gets the last row of each run that samples, in the order of the runs.
     last = {run.slot: row for row, (slot, _) in enumerate(rows) for run in runs if run.slot == slot}
     sampled = [last[run.slot] for run in runs if run.sample]
-    head = pack_head(runs, MAX_ROWS, NUM_SLOTS)
+    head = pack_head(Runs.of(runs), MAX_ROWS, NUM_SLOTS)
     assert head[:, : len(sampled)].tolist() == [sampled, [run.slot for run in runs if run.sample]]
     assert head[:, len(sampled) :].tolist() == [
         [0] * (MAX_ROWS - len(sampled)),
@@ -77,8 +86,8 @@ def test_a_body_s_inputs_say_which_row_is_which(plan):
 def test_every_pack_is_a_buffer_of_its_own():
     params = SamplingParams()
     packs = [
-        lambda: pack_body([Run(0, 0, 3, True)], [], 8, NUM_SLOTS),
-        lambda: pack_head([Run(1, 0, 1, True)], 8, NUM_SLOTS),
+        lambda: pack_body(Runs.of([(0, 0, 3, True)]), [], 8, NUM_SLOTS),
+        lambda: pack_head(Runs.of([(1, 0, 1, True)]), 8, NUM_SLOTS),
         lambda: pack_score([ScoreRow(1, 2, 3)], 8),
         lambda: pack_copies([(1, 2)], 8, 10),
         lambda: slots.pack_admission(0, [1], [0], 0, 0, params, 0, 1, None, 16, 2),
@@ -90,8 +99,8 @@ def test_every_pack_is_a_buffer_of_its_own():
 
 
 def test_heads_and_copies_are_padded_out_of_range():
-    runs = [Run(3, 0, 4, True), Run(2, 0, 1, False), Run(1, 9, 2, True)]
-    assert pack_head(runs, 8, NUM_SLOTS).tolist() == [[3, 6] + [0] * 6, [3, 1] + [NUM_SLOTS] * 6]
+    runs = [(3, 0, 4, True), (2, 0, 1, False), (1, 9, 2, True)]
+    assert pack_head(Runs.of(runs), 8, NUM_SLOTS).tolist() == [[3, 6] + [0] * 6, [3, 1] + [NUM_SLOTS] * 6]
     assert pack_score([ScoreRow(4, 70, 0), ScoreRow(5, 71, 3)], 4).tolist() == [
         [4, 5, 0, 0],
         [70, 71, 0, 0],
@@ -145,6 +154,6 @@ def test_an_admission_fills_its_slot_and_no_other(slot, token_ids, pages, seed, 
 
 @pytest.mark.parametrize("tokens", [8, 16, 64])
 def test_a_step_may_be_full(tokens):
-    packed = pack_body([Run(2, 5, tokens, True)], [], tokens, NUM_SLOTS)
+    packed = pack_body(Runs.of([(2, 5, tokens, True)]), [], tokens, NUM_SLOTS)
     inputs = unpack_body(jnp.asarray(packed), tokens)
     assert inputs.token_slot.tolist() == [2] * tokens

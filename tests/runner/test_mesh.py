@@ -44,14 +44,16 @@ def body_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, str]:
     """The logits behind a prompt of one step, computed by hand from the body's hidden row; the body's text."""
     runner = engine.runner
     params = SamplingParams(max_tokens=1)
-    runner.admit(slots.pack_admission(0, prompt, [3], 0, 0, params, 0, runner.max_len, runner.max_pages))
+    runner.admit(
+        slots.pack_admission(0, prompt, [3], 0, 0, params, 0, len(prompt), None, runner.max_len, runner.max_pages)
+    )
     tokens = runner.buckets.token_bucket(len(prompt))
-    packed = inputs.pack_body([inputs.Run(0, 0, len(prompt), True)], [], tokens, 8)
+    packed = inputs.pack_body(inputs.Runs.of([(0, 0, len(prompt), True)]), [], tokens, 8)
     (program,) = (p for p in runner.programs() if p.key == ("body", tokens))
     body = runner.compiler.get(program)
     runner.kv, runner.slots, hidden, finite = body(runner.weights, runner.kv, runner.slots, packed)
     assert finite.all()
-    return np.asarray(hidden)[0] @ np.asarray(runner.weights.head), body.as_text()
+    return np.asarray(hidden)[len(prompt) - 1] @ np.asarray(runner.weights.head), body.as_text()
 
 
 def test_two_devices_give_the_logits_and_the_generation_of_one(mesh, tmp_path_factory):

@@ -187,7 +187,7 @@ def test_padding_touches_neither_pages_nor_slots(engine):
     runner.admit(admission)
     kv, state = jax.device_get((runner.kv, runner.slots))
     kv, state = jax.tree.map(np.array, (kv, state))
-    result = runner.run([inputs.Run(3, 0, 1, False)], []).result()
+    result = runner.run(inputs.Runs.of([(3, 0, 1, False)]), []).result()
     assert result.finite.all()
     for layer, old in zip(runner.kv, kv, strict=True):
         changed = np.argwhere((np.asarray(layer.pages) != old.pages).any((1, 2, 4)))

@@ -24,15 +24,17 @@ class WatchedScheduler(Scheduler):
     def schedule(self):
         due = self._must_start_now() if isinstance(self.policy, Priority) else None
         admissions = due.num_admissions if due else 0
-        outranked = {request for request in self.running if due and self._outranks(due, request)}
-        running = set(self.running)
         plan = super().schedule()
         if due is not None:
             assert due.num_admissions == admissions + 1, f"{due.request_id} waits behind running ones that it outranks"
-        gone = {request for request in running if request.state is not RequestState.RUNNING}
-        last = {max(group, key=self.effective) for group in (running, outranked) if group}
-        assert not gone or gone & last, "not the last was preempted"
         return plan
+
+    def _preempt(self, victim):
+        """The last of all goes, or the last of those whom somebody who waits outranks."""
+        groups = [[r for r in self.running if self._outranks(waiting, r)] for waiting in self.waiting]
+        last = [max(group, key=self.effective) for group in (self.running, *groups) if group]
+        assert victim in last, "not the last was preempted"
+        super()._preempt(victim)
 
     def _must_start_now(self) -> Request | None:
         """Who waits first, if it outranks a running request and the room of all those it outranks would do for it."""
@@ -50,6 +52,8 @@ class WatchedScheduler(Scheduler):
         return first if outranked and not ahead and tokens < self.max_num_batched_tokens and has_room else None
 
     def _outranks(self, waiting: Request, running: Request) -> bool:
+        if not isinstance(self.policy, Priority):
+            return False
         return waiting.priority < running.priority and self.effective(waiting) < self.effective(running)
 
     def _start(self, request, *arguments):
