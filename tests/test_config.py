@@ -27,7 +27,6 @@ WRONG = {
     "async_scheduling": [0, 1, "true", None],
     "attention_backend": ["pallas", "XLA", None, 1],
     "deterministic": [0, 1, "true", "yes", None],
-    "generation_config": ["vllm", None, True],
     "seed": [1.0, True, 2**63, -(2**63) - 1, "7", None],
     "generation_config": ["none ", "vllm", True, None],
     "compile": ["warm-up", "eager", True, None],
