@@ -39,7 +39,7 @@ def test_a_layer_that_depends_on_its_bucket_is_found():
 
 
 def test_a_head_that_depends_on_its_bucket_is_found(monkeypatch):
-    def logits_of(head, hidden):
+    def logits_of(head, hidden, linear):
         logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
         # Rows of a small bucket read one bit differently in one place.
         return jnp.nextafter(logits, jnp.inf).at[1:].set(logits[1:]) if hidden.shape[0] == 8 else logits
