@@ -176,16 +176,25 @@ class Scratch {
 #define IN_REGISTER(x)
 #endif
 
+// Memory that will be needed next: a strip one cache line wide and as deep as the block that is computed meanwhile.
+// One fetch for each step of a product's inner loop; in bursts they would stall it.
+struct Ahead {
+  const char* next;
+  int64_t stride;
+};
+
 // c[rows][panels * kPanel] (+)= a[rows][depth] @ b, where b is panels[kPanel columns][depth] and `panel_size` apart.
 template <int kRows, int kPanels>
 void Block(const float* a, int64_t lda, const float* b, int64_t panel_size, float* c, int64_t ldc, int64_t depth,
-           bool fresh) {
+           bool fresh, Ahead ahead) {
   Floats sum[kRows][2 * kPanels];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < 2 * kPanels; ++v) sum[r][v] = fresh ? Floats{} : Wide(c + r * ldc + v * kLanes);
   for (int64_t k = 0; k < depth; ++k) {
+    __builtin_prefetch(ahead.next, 0, 2);
+    ahead.next += ahead.stride;
     Floats column[2 * kPanels];
 #pragma GCC unroll 8
     for (int v = 0; v < 2 * kPanels; ++v) {
@@ -205,43 +214,25 @@ void Block(const float* a, int64_t lda, const float* b, int64_t panel_size, floa
     for (int v = 0; v < 2 * kPanels; ++v) std::memcpy(c + r * ldc + v * kLanes, &sum[r][v], sizeof(Floats));
 }
 
-// One panel or, where few rows would leave the adders idle, several at a time.
-template <int kRows>
-void Rows(const float* a, int64_t lda, const float* b, int64_t panel_size, int panels, float* c, int64_t ldc,
-          int64_t depth, bool fresh) {
-  constexpr int kTogether = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
-  int p = 0;
-  for (; p + kTogether <= panels; p += kTogether)
-    Block<kRows, kTogether>(a, lda, b + p * panel_size, panel_size, c + p * kPanel, ldc, depth, fresh);
-  for (; p < panels; ++p)
-    Block<kRows, 1>(a, lda, b + p * panel_size, panel_size, c + p * kPanel, ldc, depth, fresh);
-}
+using Function = decltype(&Block<1, 1>);
+constexpr Function kOnePanel[] = {nullptr, Block<1, 1>, Block<2, 1>, Block<3, 1>, Block<4, 1>, Block<5, 1>, Block<6, 1>};
+constexpr Function kTwoPanels[] = {nullptr, Block<1, 2>, Block<2, 2>, Block<3, 2>};  // few rows leave the adders idle
 
-// The next piece of memory, fetched in slices while the current one is computed with.
-struct Ahead {
-  const char* next = nullptr;
-  int64_t rows = 0, row_bytes = 0, stride = 0;
-
-  void Fetch(int64_t count) {
-    for (; count > 0 && rows > 0; --count, --rows, next += stride)
-      for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(next + i);
-  }
-};
-
-// c[rows][panels * kPanel] (+)= a @ b, with the rows in blocks of nearly equal size.
+// c[rows][panels * kPanel] (+)= a @ b, with the rows in blocks of nearly equal size. Meanwhile `lines` strips are
+// fetched, which stand behind one another from `ahead` on.
 void Multiply(int64_t rows, const float* a, int64_t lda, const float* b, int64_t panel_size, int panels, float* c,
-              int64_t ldc, int64_t depth, bool fresh, Ahead ahead = {}) {
-  using Function = decltype(&Rows<1>);
-  static constexpr Function kFunctions[] = {nullptr, Rows<1>, Rows<2>, Rows<3>, Rows<4>, Rows<5>, Rows<6>};
+              int64_t ldc, int64_t depth, bool fresh, Ahead ahead = {nullptr, 0}, int64_t lines = 0) {
   int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
-  int step = blocks == 1 ? 4 : 2;  // several blocks find the same two panels in the L1 cache
-  int64_t slice = ahead.rows / (blocks * ((panels + step - 1) / step)) + 1;
-  for (int p = 0; p < panels; p += step) {
+  for (int p = 0, together; p < panels; p += together) {
+    together = rows <= 3 && p + 1 < panels ? 2 : 1;
     for (int64_t block = 0, first = 0, end; block < blocks; ++block, first = end) {
       end = rows * (block + 1) / blocks;
-      ahead.Fetch(slice);
-      kFunctions[end - first](a + first * lda, lda, b + p * panel_size, panel_size, std::min(step, panels - p),
-                              c + first * ldc + p * kPanel, ldc, depth, fresh);
+      Function function = (together == 2 ? kTwoPanels : kOnePanel)[end - first];
+      Ahead strip = lines > 0 ? ahead : Ahead{reinterpret_cast<const char*>(a), 0};
+      function(a + first * lda, lda, b + p * panel_size, panel_size, c + first * ldc + p * kPanel, ldc, depth, fresh,
+               strip);
+      ahead.next += 64;
+      --lines;
     }
   }
 }
@@ -368,18 +359,20 @@ struct LinearShape {
 
 // Columns first .. first + width - 1 of the product; `a` is x in float32.
 void Columns(const float* a, const char* weight, const Type& type, char* out, const Type& out_type,
-             const LinearShape& s, int64_t first, int64_t width) {
+             const LinearShape& s, int64_t first, int64_t width, int64_t next_first) {
   static thread_local Scratch unpacked, result;
   int panels = (width + kPanel - 1) / kPanel;
   int64_t stride = s.columns * type.size;
   float* b = unpacked.Get(kPanelSize * kMaxColumns / kPanel);
   float* c = result.Get((s.count + 1) * kMaxColumns);
+  const char* top = weight;
   weight += first * type.size;
   for (int64_t k = 0; k < s.depth; k += kDepth, weight += kDepth * stride) {
-    int64_t depth = std::min(kDepth, s.depth - k), next = std::min(kDepth, s.depth - k - depth);
+    int64_t depth = std::min(kDepth, s.depth - k);
     type.unpack(weight, s.columns, depth, width, b);
-    Ahead ahead{weight + kDepth * stride, next, width * type.size, stride};
-    Multiply(s.count, a + k, s.depth, b, kPanelSize, panels, c, kMaxColumns, depth, k == 0, ahead);
+    const char* next = k + depth < s.depth ? weight + kDepth * stride : top + next_first * type.size;
+    Multiply(s.count, a + k, s.depth, b, kPanelSize, panels, c, kMaxColumns, depth, k == 0, {next, stride},
+             width * type.size / 64);
   }
   std::fill(c + s.count * kMaxColumns, c + (s.count + 1) * kMaxColumns, 0.0f);
   for (int64_t t = 0; t < s.tokens; ++t)
@@ -402,7 +395,8 @@ ffi::Error LinearImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer wei
   piece = std::min(std::max<int64_t>(piece, 32), kMaxColumns);
   ParallelFor(pool, (s.columns + piece - 1) / piece, [&](int64_t index) {
     int64_t first = index * piece, width = std::min(piece, s.columns - first);
-    Columns(a, Bytes(weight), *type, const_cast<char*>(Bytes(*out)), *out_type, s, first, width);
+    int64_t next = std::min(first + piece * pool.num_threads(), s.columns - width);  // as a rule, this thread's
+    Columns(a, Bytes(weight), *type, const_cast<char*>(Bytes(*out)), *out_type, s, first, width, next);
   });
   return ffi::Error::Success();
 }
