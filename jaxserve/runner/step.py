@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
-from jaxserve.kernels_pallas.cpu.linear import NativeLinear
+from jaxserve.kernels_pallas.cpu.linear import NativeLinear, NativeNorm
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.models import decoder, rope
 from jaxserve.runner.inputs import BodyInputs, unpack_body
@@ -53,10 +53,15 @@ class StepDefinition:
     max_logprobs: int
     mesh: jax.sharding.Mesh | None = None
     native_linear: NativeLinear | None = None
+    native_norm: NativeNorm | None = None
 
     def linear(self, count: Int[Array, ""]) -> Callable:
         """The product `linear(x, weight, out_dtype=None)` of a program whose first `count` rows are no padding."""
         return decoder.linear if self.native_linear is None else partial(self.native_linear, count=count)
+
+    def norm(self, count: Int[Array, ""]) -> Callable:
+        """The norm `norm(x, scale, eps)` of such a program."""
+        return decoder.rms_norm if self.native_norm is None else partial(self.native_norm, count=count)
 
 
 class Sampled(NamedTuple):
@@ -111,7 +116,7 @@ def body(
         finite &= wrote_finite
     with jax.named_scope("final_norm"):
         finite &= jnp.isfinite(hidden).all(-1)
-        hidden = step.model.norm.build(weights.norm)(hidden)
+        hidden = step.model.norm.build(weights.norm)(hidden, step.norm(where.count))
         hidden = jnp.pad(hidden, ((0, step.max_tokens - tokens), (0, 0)))
     return tuple(layers_kv), slots, hidden, finite
 
@@ -227,7 +232,7 @@ def layer_step(definition, step: StepDefinition, leaves, hidden, tables, kv: Lay
         finite = head_finite.all(1)
         return out
 
-    hidden = definition.build(leaves)(hidden, tables, attend, step.linear(where.count))
+    hidden = definition.build(leaves)(hidden, tables, attend, step.linear(where.count), step.norm(where.count))
     return hidden, kv._replace(pages=pages), finite
 
 

@@ -36,6 +36,7 @@ class Native(NamedTuple):
     """The names of the functions for `jax.ffi.ffi_call`."""
 
     linear: str
+    rms_norm: str
     paged_attention: str
 
 
@@ -109,7 +110,11 @@ def _build(compiler: str, path: Path) -> None:
 def _register(path: Path) -> Native:
     try:
         library = ctypes.CDLL(str(path))
-        functions = {"linear": library.JaxserveLinear, "paged_attention": library.JaxservePagedAttention}
+        functions = {
+            "linear": library.JaxserveLinear,
+            "rms_norm": library.JaxserveRmsNorm,
+            "paged_attention": library.JaxservePagedAttention,
+        }
     except (OSError, AttributeError) as error:
         raise _CannotBuild(f"{path} cannot be loaded: {error}") from error
     names = {name: f"jaxserve_{name}_{path.stem}" for name in functions}

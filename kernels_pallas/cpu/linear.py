@@ -1,13 +1,14 @@
-"""The product of a layer through the native library, and when it is worth it."""
+"""The product and the norm of a layer through the native library, and when they are worth it."""
 
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels_pallas.cpu.library import Unavailable, cpu_description, load_native
+from jaxserve.kernels_pallas.cpu.library import Native, Unavailable, cpu_description, load_native
 
 # With these instructions XLA's own bfloat16 products are, from 8 rows on, faster than arithmetic in float32 can
 # be (177 GFLOP/s at 32 rows on two cores with AMX).
@@ -30,6 +31,25 @@ class NativeLinear(NamedTuple):
         out = jax.ShapeDtypeStruct((x.shape[0], math.prod(columns)), out_dtype or x.dtype)
         product = jax.ffi.ffi_call(self.target, out)(x, weight.reshape(weight.shape[0], -1), count.astype(jnp.int32))
         return product.reshape(x.shape[0], *columns)
+
+
+class NativeNorm(NamedTuple):
+    """The norm as native.cc computes it: a row's bits depend on that row alone."""
+
+    target: str
+
+    def __call__(
+        self, x: Float[Array, "tokens ..."], scale: Float[Array, " size"], eps: float, *, count: Int[Array, ""]
+    ) -> Array:
+        """scale * x / rms(x) over the last axis; rows from `count` on are zeros."""
+        call = jax.ffi.ffi_call(self.target, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return call(x, scale, count.astype(jnp.int32), eps=np.float32(eps))
+
+
+def choose_norm(*, native: bool) -> NativeNorm | None:
+    """The norm of an engine that uses other functions of the library; None is XLA's own."""
+    library = load_native() if native else None
+    return NativeNorm(library.rms_norm) if isinstance(library, Native) else None
 
 
 def choose_linear(backend: str, dtype: jnp.dtype, mesh: jax.sharding.Mesh | None = None) -> NativeLinear | None:

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -401,6 +402,37 @@ ffi::Error LinearImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer wei
   return ffi::Error::Success();
 }
 
+// x [tokens, ..., size] -> scale * (x / rms(x)), computed in float32 and rounded before the scale multiplies;
+// rows of tokens from `count` on are zeros. XLA's own sum of squares changes its order with the number of rows.
+ffi::Error RmsNormImpl(ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> count, float eps,
+                       ffi::Result<ffi::AnyBuffer> out) {
+  const Type* type = TypeOf(x);
+  if (!type || TypeOf(scale) != type) return ffi::Error::InvalidArgument("rms_norm: float32, bfloat16 or float16");
+  int64_t size = scale.dimensions()[0], rows = x.element_count() / size;
+  int64_t valid = std::min<int64_t>(std::max(count.typed_data()[0], 0), x.dimensions()[0]) * rows / x.dimensions()[0];
+  static thread_local Scratch scratch;
+  int64_t padded = (size + kLanes - 1) / kLanes * kLanes;
+  float *factor = scratch.Get(2 * padded), *row = factor + padded;
+  type->widen(scale.untyped_data(), factor, size);
+  std::fill(row, row + padded, 0.0f);
+  char* to = const_cast<char*>(Bytes(*out));
+  for (int64_t r = 0; r < valid; ++r) {
+    type->widen(Bytes(x) + r * size * type->size, row, size);
+    Floats squares = {};
+    for (int64_t i = 0; i < padded; i += kLanes) squares = Wide(row + i) * Wide(row + i) + squares;
+    float sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += squares[i];
+    float inverse = 1 / std::sqrt(sum / size + eps);
+    for (int64_t i = 0; i < size; ++i) row[i] *= inverse;
+    type->narrow(row, to + r * size * type->size, size);
+    type->widen(to + r * size * type->size, row, size);
+    for (int64_t i = 0; i < size; ++i) row[i] *= factor[i];
+    type->narrow(row, to + r * size * type->size, size);
+  }
+  std::memset(to + valid * size * type->size, 0, (rows - valid) * size * type->size);
+  return ffi::Error::Success();
+}
+
 // ---- paged attention ----------------------------------------------------------------------------------------
 
 constexpr int64_t kTileRows = 16;   // query rows of one sequence that share unpacked keys and values
@@ -553,6 +585,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxserveLinear, LinearImpl,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxserveRmsNorm, RmsNormImpl,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Attr<float>("eps")
                                   .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxservePagedAttention, AttentionImpl,
