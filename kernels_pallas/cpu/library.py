@@ -29,7 +29,8 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared",
 _COMPILERS = ("c++", "g++", "clang++")
 _BUILD_SECONDS = 300
 _lock = threading.Lock()
-_loaded: dict[str, "Native | Unavailable"] = {}  # what this process has registered; XLA cannot forget it either
+_asked: dict[str, "Native | Unavailable"] = {}  # by cache folder and compiler
+_registered: dict[str, "Native"] = {}  # by the library's hash; XLA takes a name once in a process
 
 
 class Native(NamedTuple):
@@ -50,13 +51,13 @@ def load_native() -> Native | Unavailable:
     """The functions of native.cc, built at first use; a second call costs nothing. Never raises."""
     with _lock:
         key = f"{cache_folder()} {os.environ.get('CXX', '')}"
-        if key not in _loaded:
+        if key not in _asked:
             try:
-                _loaded[key] = _register(_built(cache_folder() / "native"))
+                _asked[key] = _register(_built(cache_folder() / "native"))
             except _CannotBuild as error:
-                _loaded[key] = Unavailable(str(error))
+                _asked[key] = Unavailable(str(error))
                 _log.warning("native functions for the CPU are not used: %s", error)
-        return _loaded[key]
+        return _asked[key]
 
 
 class _CannotBuild(Exception):
@@ -108,6 +109,8 @@ def _build(compiler: str, path: Path) -> None:
 
 
 def _register(path: Path) -> Native:
+    if path.stem in _registered:
+        return _registered[path.stem]
     try:
         library = ctypes.CDLL(str(path))
         functions = {
@@ -120,7 +123,8 @@ def _register(path: Path) -> Native:
     names = {name: f"jaxserve_{name}_{path.stem}" for name in functions}
     for name, function in functions.items():
         jax.ffi.register_ffi_target(names[name], jax.ffi.pycapsule(function), platform="cpu")
-    return Native(**names)
+    _registered[path.stem] = Native(**names)
+    return _registered[path.stem]
 
 
 @cache

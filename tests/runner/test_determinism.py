@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from engine_tools import tiny_decoder, tiny_engine
 
-from jaxserve.kernels_pallas.cpu.linear import choose_linear
+from jaxserve.kernels_pallas.cpu.linear import choose_linear, choose_norm
 from jaxserve.kernels_pallas.paged_attention import XLA, choose_attention
 from jaxserve.runner import determinism
 from jaxserve.runner.compilation import Compiler
@@ -20,7 +20,9 @@ SMALL = {"num_pages": 64, "max_num_batched_tokens": 8, "max_num_seqs": 8, "compi
 
 def check(dtype: str, token_buckets, row_buckets, attention=XLA, native_linear=None) -> str | None:
     definition, weights = flatten(tiny_decoder(dtype, hidden_size=256))  # short sums keep their bits in any case
-    step = StepDefinition(definition, attention, row_buckets[-1], 20, native_linear=native_linear)
+    step = StepDefinition(
+        definition, attention, row_buckets[-1], 20, None, native_linear, choose_norm(native=native_linear is not None)
+    )
     return row_invariance(step, weights, token_buckets, row_buckets, Compiler(None, jax.devices()[:1]))
 
 
