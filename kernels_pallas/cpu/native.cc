@@ -62,9 +62,9 @@ inline Floats Wide(const BFloat16* p) { return (Floats)(Bits(p) << 16); }
 
 inline Floats Wide(const Float16* p) {
   Words bits = Bits(p), magnitude = bits & 0x7fff;
-  Floats scaled = (Floats)(magnitude << 13) * Splat(0x1p112f);
-  Words not_finite = (Words)(magnitude >= 0x7c00) & 0x7f800000;
-  return (Floats)((Words)scaled | not_finite | (bits & 0x8000) << 16);
+  Words normal = ((magnitude << 13) + (112u << 23)) | ((Words)(magnitude >= 0x7c00) & 0x7f800000);
+  Words subnormal = (Words)(__builtin_convertvector((Ints)magnitude, Floats) * Splat(0x1p-24f));
+  return (Floats)((magnitude < 0x400 ? subnormal : normal) | (bits & 0x8000) << 16);
 }
 
 template <typename T>
