@@ -21,8 +21,6 @@ from jaxserve.runner.slots import pack_admission
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import Weights
 
-PARTS = ("products", "attention", "rest", "head, greedy", "head, sampled", "host")
-
 
 def products(step: StepDefinition, weights: Weights, hidden: jax.Array, count: jax.Array) -> jax.Array:
     """The products of all layers, each waiting for the one before."""
@@ -31,7 +29,7 @@ def products(step: StepDefinition, weights: Weights, hidden: jax.Array, count: j
         layer = definition.build(leaves)
         for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
             weight = weight[...] if weight is not layer.out else weight[...].reshape(-1, weight.shape[-1])
-            out = linear(jnp.resize(hidden, (hidden.shape[0], weight.shape[0])), weight)
+            out = linear(hidden[:, : weight.shape[0]], weight)
             hidden = hidden + out.reshape(hidden.shape[0], -1)[:, :1]
     return hidden
 
@@ -39,7 +37,7 @@ def products(step: StepDefinition, weights: Weights, hidden: jax.Array, count: j
 def attention(step: StepDefinition, kv, slots, packed: jax.Array, q: jax.Array, context: jax.Array) -> jax.Array:
     """The attention of all layers, each waiting for the one before."""
     num_pages, _, _, page_size, _ = kv[0].pages.shape
-    unpacked = inputs.unpack_body(packed, q.shape[0], step.max_rows)
+    unpacked = inputs.unpack_body(packed, q.shape[0])
     position = jnp.where(unpacked.token_slot < slots.num_slots, context - 1, -1)
     prepared = step.attention.prepare(
         unpacked.work, slots.page_table[0], unpacked.token_slot, position, num_pages=num_pages, page_size=page_size
@@ -62,11 +60,11 @@ class Parts:
             self._admit(slot, pages, SamplingParams(temperature=0))
         self.runs = [Run(slot, context - 1, 1, True) for slot in range(batch)]
         tokens = runner.buckets.token_bucket(batch)
-        self.packed = inputs.pack_body(self.runs, [], tokens, runner.step.max_rows, runner.num_slots)
+        self.packed = inputs.pack_body(self.runs, [], tokens, runner.num_slots)
         dtype, random = runner.weights.embed.dtype, np.random.default_rng(0)
         array = lambda *shape: jnp.asarray(random.standard_normal(shape), dtype)
-        self.hidden = array(tokens, config.hidden_size)
-        self.head_hidden = array(runner.step.max_rows, config.hidden_size)
+        self.hidden = array(tokens, max(config.hidden_size, config.intermediate_size))
+        self.head_hidden = array(runner.step.max_tokens, config.hidden_size)
         self.q = array(tokens, config.num_heads, config.head_dim)
         self.count = jnp.int32(batch)
         self._products = jax.jit(partial(products, runner.step))
@@ -74,8 +72,9 @@ class Parts:
 
     def _admit(self, slot: int, pages: list[int], params: SamplingParams) -> None:
         runner = self.engine.runner
-        ids = [7] * self.context
-        runner.admit(pack_admission(slot, ids, pages, self.context - 1, 0, params, 1, runner.max_len, runner.max_pages))
+        ids, computed = [7] * self.context, self.context - 1
+        size = runner.max_len, runner.max_pages
+        runner.admit(pack_admission(slot, ids, pages, computed, 0, params, 1, self.context, None, *size))
 
     def programs(self) -> dict[str, Callable[[], object]]:
         """What to time, by name."""
@@ -84,7 +83,7 @@ class Parts:
             "products": lambda: self._products(runner.weights, self.hidden, self.count),
             "attention": lambda: self._attention(runner.kv, runner.slots, self.packed, self.q, jnp.int32(self.context)),
             "body": self._body,
-            "head, greedy": self._head,
+            "head, greedy": partial(self.head, greedy=True),
         }
 
     def _body(self) -> object:
@@ -95,11 +94,11 @@ class Parts:
         runner.kv, runner.slots, hidden, _ = body(runner.weights, runner.kv, back, self.packed)
         return hidden
 
-    def _head(self) -> object:
+    def head(self, *, greedy: bool) -> object:
         runner = self.engine.runner
         rows = runner.buckets.row_bucket(self.batch)
-        head = runner.compiler.get(runner._head_program(rows))
-        packed = inputs.pack_head([run.slot for run in self.runs], rows, runner.num_slots)
+        head = runner.compiler.get(runner._head_program(rows, greedy))
+        packed = inputs.pack_head(self.runs, rows, runner.num_slots)
         runner.slots, sampled = head(runner.weights, runner.slots, self.head_hidden, packed)
         return sampled
 
@@ -126,7 +125,7 @@ def measure(engines: dict[str, Engine], batch: int, context: int, repeats: int) 
                 part.sampled()
         for turn in range(repeats + 1):
             for name, part in parts.items():
-                programs = {"head, sampled": part._head} if sampled else part.programs()
+                programs = {"head, sampled": partial(part.head, greedy=False)} if sampled else part.programs()
                 for what, call in programs.items():
                     took = 1e3 * seconds(call)
                     if turn:  # the first turn compiles
@@ -153,6 +152,7 @@ def main() -> None:
             linear_backend=name,
             max_model_len=max(options.contexts) + 8,
             max_num_seqs=max(*options.batches, 8),
+            max_num_batched_tokens=max(*options.batches, 128),
         )
         for name in options.backends
     }

@@ -36,8 +36,13 @@ typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 
-constexpr int kPanel = 2 * kLanes;  // columns of a panel [depth][kPanel], the packed form of a product's right side
-constexpr int kMaxRows = 6;         // rows of a register block: 6 x 2 accumulators leave room for 2 columns and 1 row
+constexpr int kMaxRows = 6;           // rows of a register block; with two vectors of columns they fill 16 registers
+constexpr int kStrip = 4 * kLanes;    // columns that are computed together
+// The block of a weight that is computed at a time. Few rows wait for memory, which likes long lines; many rows
+// want their sums to stay in registers for long.
+constexpr int64_t kFewRows = 8;
+constexpr int64_t kFewDepth = 32, kFewColumns = 1024;
+constexpr int64_t kDepth = 128, kColumns = 256;
 
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
@@ -170,6 +175,18 @@ class Scratch {
 
 // ---- products -----------------------------------------------------------------------------------------------
 
+// A block of memory that is fetched while another is computed, line by line and row by row, as memory likes it.
+struct Ahead {
+  const char* next;
+  int64_t lines, left, jump;  // of a row, of the current row, from the end of a row to the next
+
+  void Fetch() {
+    __builtin_prefetch(next, 0, 2);
+    next += 64;
+    if (--left == 0) next += jump, left = lines;
+  }
+};
+
 // Keeps the compiler from reading a column from memory once for every row: three loads a cycle are one too many.
 #if defined(__x86_64__)
 #define IN_REGISTER(x) asm("" : "+v"(x))
@@ -177,89 +194,71 @@ class Scratch {
 #define IN_REGISTER(x)
 #endif
 
-// Memory that will be needed next: a strip one cache line wide and as deep as the block that is computed meanwhile.
-// One fetch for each step of a product's inner loop; in bursts they would stall it.
-struct Ahead {
-  const char* next;
-  int64_t stride;
-};
-
-// c[rows][panels * kPanel] (+)= a[rows][depth] @ b, where b is panels[kPanel columns][depth] and `panel_size` apart.
-template <int kRows, int kPanels>
-void Block(const float* a, int64_t lda, const float* b, int64_t panel_size, float* c, int64_t ldc, int64_t depth,
-           bool fresh, Ahead ahead) {
-  Floats sum[kRows][2 * kPanels];
+// c[kRows][kVectors * kLanes] (+)= a[kRows][depth] @ b[depth][same columns], in registers. Where `wide` is given,
+// b is left there in float32, [depth][kStrip]. With every k one line of `ahead` is fetched; in bursts the fetches
+// would stall the arithmetic.
+template <typename T, int kRows, int kVectors>
+void Block(const float* a, int64_t lda, const void* b, int64_t ldb, float* c, int64_t ldc, int64_t depth, bool fresh,
+           float* wide, Ahead* ahead) {
+  Floats sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < 2 * kPanels; ++v) sum[r][v] = fresh ? Floats{} : Wide(c + r * ldc + v * kLanes);
-  for (int64_t k = 0; k < depth; ++k) {
-    __builtin_prefetch(ahead.next, 0, 2);
-    ahead.next += ahead.stride;
-    Floats column[2 * kPanels];
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = fresh ? Floats{} : Wide(c + r * ldc + v * kLanes);
+  auto row = static_cast<const T*>(b);
+  for (int64_t k = 0; k < depth; ++k, row += ldb) {
+    Floats column[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < 2 * kPanels; ++v) {
-      column[v] = Wide(b + v / 2 * panel_size + k * kPanel + v % 2 * kLanes);
-      if (kRows > 1) IN_REGISTER(column[v]);
+    for (int v = 0; v < kVectors; ++v) {
+      column[v] = Wide(row + v * kLanes);
+      if (kRows > 1 && kRows * kVectors + kVectors < 16) IN_REGISTER(column[v]);
+    }
+    if (kVectors * kLanes == kStrip && kRows <= 2) {
+      if (ahead) ahead->Fetch();
+      if (wide) std::memcpy(wide + k * kStrip, column, sizeof column);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      Floats row = Splat(a[r * lda + k]);
+      Floats x = Splat(a[r * lda + k]);
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * kPanels; ++v) sum[r][v] = row * column[v] + sum[r][v];
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = x * column[v] + sum[r][v];
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < 2 * kPanels; ++v) std::memcpy(c + r * ldc + v * kLanes, &sum[r][v], sizeof(Floats));
+    for (int v = 0; v < kVectors; ++v) std::memcpy(c + r * ldc + v * kLanes, &sum[r][v], sizeof(Floats));
 }
 
-using Function = decltype(&Block<1, 1>);
-constexpr Function kOnePanel[] = {nullptr, Block<1, 1>, Block<2, 1>, Block<3, 1>, Block<4, 1>, Block<5, 1>, Block<6, 1>};
-constexpr Function kTwoPanels[] = {nullptr, Block<1, 2>, Block<2, 2>, Block<3, 2>};  // few rows leave the adders idle
+using BlockFunction = decltype(&Block<float, 1, 2>);
 
-// c[rows][panels * kPanel] (+)= a @ b, with the rows in blocks of nearly equal size. Meanwhile `lines` strips are
-// fetched, which stand behind one another from `ahead` on.
-void Multiply(int64_t rows, const float* a, int64_t lda, const float* b, int64_t panel_size, int panels, float* c,
-              int64_t ldc, int64_t depth, bool fresh, Ahead ahead = {nullptr, 0}, int64_t lines = 0) {
+// c[rows][columns] (+)= a @ b in float32; `columns` is a multiple of 2 * kLanes, rows come in blocks of nearly equal size.
+void Multiply(int64_t rows, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t columns, float* c,
+              int64_t ldc, int64_t depth, bool fresh) {
+  // Few rows leave the adders idle unless they take more columns at a time.
+  static constexpr BlockFunction kTwo[] = {nullptr,         Block<float, 1, 2>, Block<float, 2, 2>, Block<float, 3, 2>,
+                                           Block<float, 4, 2>, Block<float, 5, 2>, Block<float, 6, 2>};
+  static constexpr BlockFunction kFour[] = {nullptr, Block<float, 1, 4>, Block<float, 2, 4>, Block<float, 3, 4>};
   int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
-  for (int p = 0, together; p < panels; p += together) {
-    together = rows <= 3 && p + 1 < panels ? 2 : 1;
+  for (int64_t j = 0, step; j < columns; j += step) {
+    bool four = rows <= 3 && columns - j >= 4 * kLanes;
+    step = (four ? 4 : 2) * kLanes;
     for (int64_t block = 0, first = 0, end; block < blocks; ++block, first = end) {
       end = rows * (block + 1) / blocks;
-      Function function = (together == 2 ? kTwoPanels : kOnePanel)[end - first];
-      Ahead strip = lines > 0 ? ahead : Ahead{reinterpret_cast<const char*>(a), 0};
-      function(a + first * lda, lda, b + p * panel_size, panel_size, c + first * ldc + p * kPanel, ldc, depth, fresh,
-               strip);
-      ahead.next += 64;
-      --lines;
+      (four ? kFour : kTwo)[end - first](a + first * lda, lda, b + j, ldb, c + first * ldc + j, ldc, depth, fresh, nullptr,
+                                         nullptr);
     }
   }
 }
 
-constexpr int64_t kDepth = 128;       // rows of the weight that are unpacked at a time
-constexpr int64_t kMaxColumns = 256;  // and columns: 128 KiB of float32 stay in the L2 cache
-constexpr int64_t kAhead = 16;        // rows to fetch ahead: the hardware follows no stride beyond a memory page
-constexpr int64_t kPanelSize = kDepth * kPanel + 16;  // a line more, or all panels would fall on the same cache sets
-
-// panels[columns / kPanel][depth][kPanel] in float32 of a block of a weight; zeros behind the last column.
+// wide[depth][kStrip] in float32 of the last columns of a weight, zeros behind them.
 template <typename T>
-void Unpack(const void* from, int64_t stride, int64_t depth, int64_t columns, float* panels) {
-  auto weight = static_cast<const T*>(from);
-  int64_t whole = columns / kPanel;
-  for (int64_t k = 0; k < depth; ++k, weight += stride, panels += kPanel) {
-    for (int64_t j = 0; j < columns; j += 64 / sizeof(T)) __builtin_prefetch(weight + kAhead * stride + j);
-    for (int64_t p = 0; p < whole; ++p) {
-      Floats x = Wide(weight + p * kPanel), y = Wide(weight + p * kPanel + kLanes);
-      std::memcpy(panels + p * kPanelSize, &x, sizeof x);
-      std::memcpy(panels + p * kPanelSize + kLanes, &y, sizeof y);
+void Unpack(const void* weight, int64_t stride, int64_t depth, int64_t columns, float* wide) {
+  for (int64_t k = 0; k < depth; ++k)
+    for (int64_t j = 0; j < kStrip; j += kLanes) {
+      Floats x = Wide(static_cast<const T*>(weight) + k * stride + j, columns - j);
+      std::memcpy(wide + k * kStrip + j, &x, sizeof x);
     }
-    for (int64_t j = whole * kPanel; j < columns; j += kLanes) {
-      Floats x = Wide(weight + j, columns - j);
-      std::memcpy(panels + whole * kPanelSize + j % kPanel, &x, sizeof x);
-    }
-  }
 }
 
 template <typename T>
@@ -301,27 +300,27 @@ inline void Transpose(Floats (&x)[kLanes]) {
 
 constexpr int64_t kBlock = 64;  // keys folded at once, counted from position 0
 
-// panels[kPanel keys][head_dim]: keys as columns.
+// wide[head_dim][kBlock]: keys as columns; columns behind the last key are zeros up to a whole vector, then junk.
 template <typename T>
-void UnpackKeys(const void* const* rows, int64_t count, int64_t head_dim, float* panels) {
-  for (int64_t key = 0; key < count; key += kLanes) {
-    float* to = panels + key / kPanel * head_dim * kPanel + key % kPanel;
+void UnpackKeys(const void* const* rows, int64_t count, int64_t head_dim, float* wide) {
+  for (int64_t key = 0; key < count; key += kLanes)
     for (int64_t d = 0; d < head_dim; d += kLanes) {
       Floats x[kLanes];
-      for (int i = 0; i < kLanes; ++i) x[i] = key + i < count ? Wide(static_cast<const T*>(rows[key + i]) + d, head_dim - d) : Floats{};
+      for (int i = 0; i < kLanes; ++i)
+        x[i] = key + i < count ? Wide(static_cast<const T*>(rows[key + i]) + d, head_dim - d) : Floats{};
       Transpose(x);
-      for (int i = 0; i < kLanes && d + i < head_dim; ++i) std::memcpy(to + (d + i) * kPanel, &x[i], sizeof(Floats));
+      for (int i = 0; i < kLanes && d + i < head_dim; ++i)
+        std::memcpy(wide + (d + i) * kBlock + key, &x[i], sizeof(Floats));
     }
-  }
 }
 
-// panels[kPanel of head_dim][kBlock]: values as rows.
+// wide[kBlock][width]: values as rows.
 template <typename T>
-void UnpackValues(const void* const* rows, int64_t count, int64_t head_dim, float* panels) {
+void UnpackValues(const void* const* rows, int64_t count, int64_t head_dim, float* wide, int64_t width) {
   for (int64_t key = 0; key < count; ++key)
     for (int64_t d = 0; d < head_dim; d += kLanes) {
       Floats x = Wide(static_cast<const T*>(rows[key]) + d, head_dim - d);
-      std::memcpy(panels + d / kPanel * kBlock * kPanel + key * kPanel + d % kPanel, &x, sizeof x);
+      std::memcpy(wide + key * width + d, &x, sizeof x);
     }
 }
 
@@ -330,6 +329,7 @@ struct Type {
   int64_t size;
   decltype(&Widen<float>) widen;
   decltype(&Narrow<float>) narrow;
+  BlockFunction one_row, two_rows;
   decltype(&Unpack<float>) unpack;
   decltype(&UnpackKeys<float>) unpack_keys;
   decltype(&UnpackValues<float>) unpack_values;
@@ -337,7 +337,8 @@ struct Type {
 
 template <typename T>
 const Type* Make() {
-  static constexpr Type type{sizeof(T), Widen<T>, Narrow<T>, Unpack<T>, UnpackKeys<T>, UnpackValues<T>};
+  static constexpr Type type{sizeof(T),       Widen<T>,  Narrow<T>,     Block<T, 1, 4>,
+                             Block<T, 2, 4>,  Unpack<T>, UnpackKeys<T>, UnpackValues<T>};
   return &type;
 }
 
@@ -356,28 +357,42 @@ const char* Bytes(const ffi::AnyBuffer& buffer) { return static_cast<const char*
 
 struct LinearShape {
   int64_t tokens, count, depth, columns;
+
+  int64_t block_depth() const { return count <= kFewRows ? kFewDepth : kDepth; }
+  int64_t block_columns() const { return count <= kFewRows ? kFewColumns : kColumns; }
 };
 
-// Columns first .. first + width - 1 of the product; `a` is x in float32.
+// Columns first .. first + width - 1 of the product; `a` is x in float32. Strip by strip, the first rows read the
+// weight as it is stored and leave it in float32 for the others.
 void Columns(const float* a, const char* weight, const Type& type, char* out, const Type& out_type,
-             const LinearShape& s, int64_t first, int64_t width, int64_t next_first) {
-  static thread_local Scratch unpacked, result;
-  int panels = (width + kPanel - 1) / kPanel;
-  int64_t stride = s.columns * type.size;
-  float* b = unpacked.Get(kPanelSize * kMaxColumns / kPanel);
-  float* c = result.Get((s.count + 1) * kMaxColumns);
-  const char* top = weight;
+             const LinearShape& s, int64_t first, int64_t width) {
+  static thread_local Scratch wide_strip, result;
+  int64_t ldc = s.block_columns();
+  float* wide = wide_strip.Get(kDepth * kStrip);
+  float* c = result.Get((s.count + 1) * ldc);
+  int64_t lead = std::min<int64_t>(s.count, 2), stride = s.columns * type.size;
+  int64_t lines = std::max<int64_t>(width * type.size / 64, 1);
   weight += first * type.size;
-  for (int64_t k = 0; k < s.depth; k += kDepth, weight += kDepth * stride) {
-    int64_t depth = std::min(kDepth, s.depth - k);
-    type.unpack(weight, s.columns, depth, width, b);
-    const char* next = k + depth < s.depth ? weight + kDepth * stride : top + next_first * type.size;
-    Multiply(s.count, a + k, s.depth, b, kPanelSize, panels, c, kMaxColumns, depth, k == 0, {next, stride},
-             width * type.size / 64);
+  for (int64_t k = 0, depth; k < s.depth; k += depth, weight += depth * stride) {
+    depth = std::min(s.block_depth(), s.depth - k);
+    Ahead ahead{weight + depth * stride, lines, lines, stride - 64 * lines};
+    for (int64_t j = 0; j < width; j += kStrip) {
+      const char* strip = weight + j * type.size;
+      int64_t done = 0;
+      if (j + kStrip > width) {
+        type.unpack(strip, s.columns, depth, width - j, wide);
+      } else if (lead > 0) {
+        BlockFunction block = lead == 1 ? type.one_row : type.two_rows;
+        block(a + k, s.depth, strip, s.columns, c + j, ldc, depth, k == 0, s.count > lead ? wide : nullptr, &ahead);
+        done = lead;
+      }
+      Multiply(s.count - done, a + done * s.depth + k, s.depth, wide, kStrip, kStrip, c + done * ldc + j, ldc, depth,
+               k == 0);
+    }
   }
-  std::fill(c + s.count * kMaxColumns, c + (s.count + 1) * kMaxColumns, 0.0f);
+  std::fill(c + s.count * ldc, c + (s.count + 1) * ldc, 0.0f);
   for (int64_t t = 0; t < s.tokens; ++t)
-    out_type.narrow(c + std::min(t, s.count) * kMaxColumns, out + (t * s.columns + first) * out_type.size, width);
+    out_type.narrow(c + std::min(t, s.count) * ldc, out + (t * s.columns + first) * out_type.size, width);
 }
 
 // x [tokens, depth] @ weight [depth, columns] -> out [tokens, columns]; rows from `count` on are zeros.
@@ -393,11 +408,10 @@ ffi::Error LinearImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer wei
   type->widen(x.untyped_data(), a, s.count * s.depth);
   // Enough pieces for every thread, of whole cache lines.
   int64_t piece = s.columns / (4 * std::max<int64_t>(pool.num_threads(), 1)) / 32 * 32;
-  piece = std::min(std::max<int64_t>(piece, 32), kMaxColumns);
+  piece = std::min(std::max<int64_t>(piece, 32), s.block_columns());
   ParallelFor(pool, (s.columns + piece - 1) / piece, [&](int64_t index) {
     int64_t first = index * piece, width = std::min(piece, s.columns - first);
-    int64_t next = std::min(first + piece * pool.num_threads(), s.columns - width);  // as a rule, this thread's
-    Columns(a, Bytes(weight), *type, const_cast<char*>(Bytes(*out)), *out_type, s, first, width, next);
+    Columns(a, Bytes(weight), *type, const_cast<char*>(Bytes(*out)), *out_type, s, first, width);
   });
   return ffi::Error::Success();
 }
@@ -514,12 +528,12 @@ void Attend(const Tile& tile, int64_t kv_head, const char* q, const Type& q_type
             const int32_t* table, const Shape& s, char* out) {
   static thread_local Scratch scratch;
   int64_t group = s.heads / s.kv_heads, rows = tile.count * group;
-  int64_t width = (s.head_dim + kPanel - 1) / kPanel * kPanel;
+  int64_t width = (s.head_dim + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
   float* queries = scratch.Get(rows * (2 * width + kBlock + 2) + kBlock * width);
   float* results = queries + rows * width;
   float* scores = results + rows * width;
-  float* panels = scores + rows * kBlock;
-  float* maximum = panels + kBlock * width;
+  float* wide = scores + rows * kBlock;
+  float* maximum = wide + kBlock * width;
   float* total = maximum + rows;
   auto at = [&](int64_t r) {
     return ((tile.row + r / group) * s.heads + kv_head * group + r % group) * s.head_dim * q_type.size;
@@ -534,19 +548,19 @@ void Attend(const Tile& tile, int64_t kv_head, const char* q, const Type& q_type
   int64_t end = tile.start + tile.count;
   int64_t first = s.window ? std::max<int64_t>(tile.start - s.window + 1, 0) / kBlock * kBlock : 0;
   for (; first < end; first += kBlock) {
-    int64_t count = std::min(kBlock, end - first), key_panels = (count + kPanel - 1) / kPanel;
+    int64_t count = std::min(kBlock, end - first), keys = (count + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
     RowsOf(pages, type, s, table, kv_head, first, count, kv);
-    type.unpack_keys(kv, count, s.head_dim, panels);
-    Multiply(rows, queries, width, panels, s.head_dim * kPanel, key_panels, scores, kBlock, s.head_dim, true);
+    type.unpack_keys(kv, count, s.head_dim, wide);
+    Multiply(rows, queries, width, wide, kBlock, keys, scores, kBlock, s.head_dim, true);
     for (int64_t r = 0; r < rows; ++r) {
       int64_t seen = tile.start + r / group + 1 - first;  // keys of this block up to the row's own position
       int64_t from = s.window ? std::max<int64_t>(seen - s.window, 0) : 0;
-      Softmax(scores + r * kBlock, from, std::min(seen, kBlock), key_panels * kPanel, s.scale, maximum + r, total + r,
+      Softmax(scores + r * kBlock, from, std::min(seen, kBlock), keys, s.scale, maximum + r, total + r,
               results + r * width, width);
     }
     RowsOf(pages, type, s, table, s.kv_heads + kv_head, first, count, kv);
-    type.unpack_values(kv, count, s.head_dim, panels);
-    Multiply(rows, scores, kBlock, panels, kBlock * kPanel, width / kPanel, results, width, count, false);
+    type.unpack_values(kv, count, s.head_dim, wide, width);
+    Multiply(rows, scores, kBlock, wide, width, width, results, width, count, false);
   }
   for (int64_t r = 0; r < rows; ++r) {
     float* row = results + r * width;
