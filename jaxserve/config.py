@@ -8,7 +8,8 @@ from typing import Any, no_type_check
 from jaxserve.validation import check_names, is_integer, is_number, nearest_name, require
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "reference", "xla")
+ATTENTION_BACKENDS = ("auto", "reference", "xla", "native")
+LINEAR_BACKENDS = ("auto", "xla", "native")
 SCHEDULING_POLICIES = ("fcfs", "priority", "static")
 COMPILE_MODES = ("lazy", "warmup")
 GENERATION_CONFIGS = ("auto", "none")
@@ -44,7 +45,10 @@ class EngineConfig:
         enable_prefix_caching: reuse the pages of equal prefixes.
         enable_chunked_prefill: False computes each prompt in one step.
         async_scheduling: plan and post-process on the host while the device computes the next step.
-        attention_backend: which implementation of paged attention.
+        attention_backend: which implementation of paged attention; `auto` is `native` (C++, built at first use) on
+            CPUs with a compiler and `xla` elsewhere.
+        linear_backend: which implementation of a layer's products; `auto` is `native` likewise, but for bfloat16
+            on CPUs that multiply it themselves.
         deterministic: results do not depend on what else is in the batch. `auto` is True where that is proven
             for this backend, dtype and JAX version and confirmed by a test at start.
         generation_config: `auto` takes the parameters of requests that bring none from the model's
@@ -70,6 +74,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
     attention_backend: str = "auto"
+    linear_backend: str = "auto"
     deterministic: bool | str = "auto"
     generation_config: str = "auto"
     seed: int = 0
@@ -92,6 +97,7 @@ class EngineConfig:
         valid = is_number(aging) and aging > 0 and self.scheduling_policy == "priority"
         require(aging is None or valid, "priority_aging_s", aging, rule)
         self._one_of("attention_backend", ATTENTION_BACKENDS)
+        self._one_of("linear_backend", LINEAR_BACKENDS)
         self._one_of("page_size", PAGE_SIZES)
         self._one_of("deterministic", ("auto", True, False))
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):

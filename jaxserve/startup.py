@@ -19,7 +19,8 @@ from jaxserve.checkpoint.hugging_face import dtype_of, read_config, read_generat
 from jaxserve.checkpoint.loading import load_decoder, model_folder
 from jaxserve.config import EngineConfig
 from jaxserve.input_processor import InputProcessor
-from jaxserve.kernels_pallas.paged_attention import choose_attention
+from jaxserve.kernels_pallas.cpu.linear import NativeLinear, choose_linear
+from jaxserve.kernels_pallas.paged_attention import AttentionBackend, choose_attention
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.sharding import check_mesh
@@ -69,6 +70,8 @@ class Prepared(NamedTuple):
     layout: KVLayout
     memory_plan: MemoryPlan
     max_model_len: int
+    attention: AttentionBackend
+    native_linear: NativeLinear | None
     deterministic: bool
     not_proven: str | None
     buckets: Buckets
@@ -128,12 +131,15 @@ def prepare(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer 
             f"max_num_batched_tokens={config.max_num_batched_tokens}: without enable_chunked_prefill it must be at "
             f"least max_model_len={max_len}, so that every prompt fits one step"
         )
-    return Prepared(model, layout, plan, max_len, *_buckets(config, jax.default_backend(), model.dtype))
+    attention = choose_attention(config.attention_backend, head_dim=model.config.head_dim, mesh=config.mesh)
+    linear = choose_linear(config.linear_backend, model.dtype, config.mesh)
+    decided = _buckets(config, jax.default_backend(), model.dtype, native_linear=linear is not None)
+    return Prepared(model, layout, plan, max_len, attention, linear, *decided)
 
 
 def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None) -> Parts:
     """Build everything that an engine needs. ValueError for options that do not go together."""
-    model, layout, plan, max_len, deterministic, _, buckets = prepare(config, decoder, tokenizer)
+    model, layout, plan, max_len, attention, linear, deterministic, _, buckets = prepare(config, decoder, tokenizer)
     _log.info("%s", plan)
     runner = Runner(
         model.load(),
@@ -142,7 +148,8 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         num_slots=config.max_num_seqs,
         max_len=max_len,
         buckets=buckets,
-        attention=choose_attention(config.attention_backend),
+        attention=attention,
+        native_linear=linear,
         mesh=config.mesh,
         cache_dir=config.compilation_cache(),
     )
@@ -250,12 +257,14 @@ def _fit_length(config: EngineConfig, wanted: int, plan: MemoryPlan) -> int:
     return min(wanted, capacity)
 
 
-def _buckets(config: EngineConfig, backend: str, dtype: jnp.dtype) -> tuple[bool, str | None, Buckets]:
+def _buckets(
+    config: EngineConfig, backend: str, dtype: jnp.dtype, *, native_linear: bool
+) -> tuple[bool, str | None, Buckets]:
     """Whether to be deterministic, why not if that was wanted, and the shapes that go with it."""
     make = lambda smallest: Buckets.make(config.max_num_batched_tokens, config.max_num_seqs, smallest)
     if config.deterministic is False:
         return False, None, make(ROW_MULTIPLE)
-    buckets = make(determinism.smallest_bucket(backend, dtype))
+    buckets = make(determinism.smallest_bucket(backend, dtype, native_linear=native_linear))
     reason = determinism.unproven(backend, dtype, buckets.tokens[-1])
     if reason is None:
         return True, None, buckets

@@ -1,12 +1,13 @@
 """The dense decoder as Flax NNX modules, for training and for the engine.
 
-A layer knows neither pages nor quantisation: it calls the attention and the product that it is given. The
+A layer knows neither pages nor quantisation: it calls the attention, the product and the norm that it is given. The
 engine runs its own loop over `decoder.layers`; `Decoder.__call__` is the same loop for one whole sequence.
 
     attend(q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v, scale=float, window=int | None)
         -> [tokens, heads, head_dim]; query head h reads KV head h // q_per_group
     linear(x [tokens, in], weight [in, *out], out_dtype=None) -> [tokens, *out] in out_dtype (None: x.dtype);
         only `Decoder.logits` passes out_dtype
+    norm(x [tokens, ..., size], scale [size], eps) -> scale * x / rms(x) over the last axis
 
 Rounding follows transformers: norms are computed in float32 and cast before the scale multiplies; every
 product accumulates in float32 and is cast to the dtype of its input.
@@ -25,6 +26,7 @@ from jaxserve.models.config import ModelConfig
 
 Attend = Callable[..., Array]
 Linear = Callable[..., Array]
+Norm = Callable[..., Array]
 RopeTables = tuple[Float32[Array, "tokens half_dim"], Float32[Array, "tokens half_dim"]]
 
 
@@ -33,6 +35,17 @@ def linear(x: Float[Array, "tokens in"], weight: Float[Array, "in ..."], out_dty
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     product = jnp.tensordot(x, weight, axes=1, precision=precision, preferred_element_type=jnp.float32)
     return product.astype(out_dtype or x.dtype)
+
+
+def rms_norm(x: Float[Array, "*batch size"], scale: Float[Array, " size"], eps: float) -> Float[Array, "*batch size"]:
+    """The default norm: `scale * x / rms(x)` over the last axis."""
+    wide = x.astype(jnp.float32)
+    # As a product: XLA's CPU sums change their order with the array's size (from 4,096 elements on), so a row's
+    # bits would depend on the number of rows. Its products keep theirs from 8 rows on.
+    ones = jnp.ones((wide.shape[-1], 1), jnp.float32)
+    total = jnp.tensordot(wide * wide, ones, axes=1, precision=jax.lax.Precision.HIGHEST)
+    variance = total / wide.shape[-1]
+    return scale * (wide * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
 
 
 def causal_attention(
@@ -69,20 +82,14 @@ def _zeros(shape: tuple[int, ...], dtype, present: bool) -> nnx.Param | None:
 
 
 class RMSNorm(nnx.Module):
-    """`scale * x / rms(x)` over the last axis."""
+    """The scale of a norm over the last axis."""
 
     def __init__(self, size: int, *, eps: float, dtype):
         self.eps = eps
         self.scale = nnx.Param(jnp.ones(size, dtype))
 
-    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        wide = x.astype(jnp.float32)
-        # As a product: XLA's CPU sums change their order with the array's size (from 4,096 elements on), so a row's
-        # bits would depend on the number of rows. Its products keep theirs from 8 rows on.
-        ones = jnp.ones((wide.shape[-1], 1), jnp.float32)
-        total = jnp.tensordot(wide * wide, ones, axes=1, precision=jax.lax.Precision.HIGHEST)
-        variance = total / wide.shape[-1]
-        return self.scale[...] * (wide * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
+    def __call__(self, x: Float[Array, "*batch size"], norm: Norm = rms_norm) -> Float[Array, "*batch size"]:
+        return norm(x, self.scale[...], self.eps)
 
 
 class DecoderLayer(nnx.Module):
@@ -114,19 +121,24 @@ class DecoderLayer(nnx.Module):
         self.down_bias = _zeros((hidden,), dtype, config.mlp_bias)
 
     def __call__(
-        self, hidden: Float[Array, "tokens hidden"], rope: RopeTables, attend: Attend, linear: Linear = linear
+        self,
+        hidden: Float[Array, "tokens hidden"],
+        rope: RopeTables,
+        attend: Attend,
+        linear: Linear = linear,
+        norm: Norm = rms_norm,
     ) -> Float[Array, "tokens hidden"]:
-        hidden = hidden + self._attention(self.attention_norm(hidden), rope, attend, linear)
-        return hidden + self._mlp(self.mlp_norm(hidden), linear)
+        hidden = hidden + self._attention(self.attention_norm(hidden, norm), rope, attend, linear, norm)
+        return hidden + self._mlp(self.mlp_norm(hidden, norm), linear)
 
     @jax.named_scope("attention")
-    def _attention(self, x: Array, tables: RopeTables, attend: Attend, linear: Linear) -> Array:
+    def _attention(self, x: Array, tables: RopeTables, attend: Attend, linear: Linear, norm: Norm) -> Array:
         tokens, head_dim = x.shape[0], self.head_dim
         qkv = _biased(linear(x, self.qkv[...]), self.qkv_bias)
         qkv = qkv.reshape(tokens, qkv.shape[1], -1, head_dim)
         q, k, v = qkv[:, :, :-2].reshape(tokens, -1, head_dim), qkv[:, :, -2], qkv[:, :, -1]
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, norm), self.k_norm(k, norm)
         if self.uses_rope:
             q, k = rope.rotate(q, *tables), rope.rotate(k, *tables)
         mixed = attend(q, k, v, scale=head_dim**-0.5, window=self.window)

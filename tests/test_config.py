@@ -11,6 +11,7 @@ import pytest
 from jaxserve.config import EngineConfig, cache_folder
 
 WRONG = {
+    "linear_backend": ["reference", "cuda", None],
     "model": ["", 3, ["a"]],
     "tokenizer": ["", 3, True],
     "dtype": ["float", "int8", np.float32, None],
@@ -97,6 +98,7 @@ def test_right_values_are_kept():
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
         "async_scheduling": False,
+        "linear_backend": "xla",
         "attention_backend": "reference",
         "deterministic": True,
         "seed": -(2**63),

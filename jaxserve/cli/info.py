@@ -29,11 +29,9 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     """The facts by name, as JSON knows them; raises what starting the engine would raise for these options."""
     import jax
 
-    from jaxserve.kernels_pallas.paged_attention import choose_attention
     from jaxserve.startup import prepare
 
-    model, layout, plan, max_len, deterministic, not_proven, buckets = prepare(config, None, None)
-    attention = choose_attention(config.attention_backend)
+    model, layout, plan, max_len, attention, linear, deterministic, not_proven, buckets = prepare(config, None, None)
     size = model.config
     return {
         "devices": [f"{device.device_kind} ({device.platform}:{device.id})" for device in jax.local_devices()],
@@ -46,6 +44,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "tokenizer": model.tokenizer is not None and str(model.tokenizer.folder),
         "dtype": str(model.dtype),
         "attention": attention.name,
+        "linear": "xla" if linear is None else "native",
         "max_model_len": max_len,
         "memory": str(plan).removeprefix("memory: "),
         "bytes_per_page": layout.bytes_per_page,

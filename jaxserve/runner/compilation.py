@@ -8,7 +8,6 @@ folder is trusted like code: an entry is unpickled.
 import hashlib
 import os
 import pickle
-import platform
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +18,8 @@ from pathlib import Path
 
 import jax
 from jax.experimental import serialize_executable
+
+from jaxserve.kernels_pallas.cpu.library import cpu_description
 
 _STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled models; the default thread stack overflows
 
@@ -153,11 +154,7 @@ def _key(lowered: jax.stages.Lowered, devices: tuple[jax.Device, ...]) -> str:
 @cache
 def _machine() -> str:
     device = jax.devices()[0]
-    cpu = [platform.machine()]
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu += sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return "\n".join([jax.__version__, device.client.platform_version, device.device_kind, *cpu])
+    return "\n".join([jax.__version__, device.client.platform_version, device.device_kind, cpu_description()])
 
 
 def _load(path: Path, devices: tuple[jax.Device, ...]) -> jax.stages.Compiled | None:

@@ -18,15 +18,16 @@ from jaxserve.runner.compilation import Compiler, Program
 from jaxserve.runner.step import StepDefinition, Tokens, layer_step, logits_of
 from jaxserve.runner.weights import Weights
 
-# (backend, dtype) -> fewest rows at which products keep their bits; JAX versions and largest bucket measured.
+# (backend, dtype) -> fewest rows at which XLA's products keep their bits; JAX versions and largest bucket measured.
 SMALLEST_BUCKET = {("cpu", "bfloat16"): 8, ("cpu", "float32"): 64, ("cpu", "float16"): 64}
+NATIVE_SMALLEST_BUCKET = 8  # native products keep them for any number; what is left to XLA was measured from 8 on
 PROVEN_JAX = ("0.11.2", "0.12.0")
 PROVEN_ROWS = 512
 
 
-def smallest_bucket(backend: str, dtype: jnp.dtype) -> int:
+def smallest_bucket(backend: str, dtype: jnp.dtype, *, native_linear: bool = False) -> int:
     """Fewest rows of a step in deterministic mode."""
-    return SMALLEST_BUCKET.get((backend, jnp.dtype(dtype).name), 64)
+    return NATIVE_SMALLEST_BUCKET if native_linear else SMALLEST_BUCKET.get((backend, jnp.dtype(dtype).name), 64)
 
 
 def unproven(backend: str, dtype: jnp.dtype, largest_bucket: int) -> str | None:
@@ -65,7 +66,7 @@ def row_invariance(
 def _compare(step: StepDefinition, tokens, rows, leaves, head, hidden, works):
     """Whether the rows that both buckets hold agree, for the layer and for the head."""
     small, large = (_run_layer(step, leaves, hidden[:n], work) for n, work in zip(tokens, works, strict=True))
-    few, many = (logits_of(head, hidden[:n]) for n in rows)
+    few, many = (logits_of(head, hidden[:n], step.linear(jnp.int32(n))) for n in rows)
     return (small == large[: tokens[0]]).all(), (few == many[: rows[0]]).all()
 
 
@@ -75,7 +76,8 @@ def _run_layer(step: StepDefinition, leaves, hidden, packed_work):
     page_size = 16
     pages = jnp.zeros((rows, 2, config.num_kv_heads, page_size, config.head_dim), hidden.dtype)
     each = jnp.arange(rows, dtype=jnp.int32)
-    where = Tokens(slot=each, position=jnp.zeros(rows, jnp.int32), page=each, offset=jnp.zeros(rows, jnp.int32))
+    zeros = jnp.zeros(rows, jnp.int32)
+    where = Tokens(count=jnp.int32(rows), slot=each, position=zeros, page=each, offset=zeros)
     frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
     tables = rope.rope_tables(each, frequencies, config.rope_scaling.attention_factor)
     work = unpack_work_list(packed_work, rows)
@@ -83,7 +85,4 @@ def _run_layer(step: StepDefinition, leaves, hidden, packed_work):
         work, each[:, None], where.slot, where.position, num_pages=rows, page_size=page_size
     )
     definition = step.model.layers[0]
-    out, _, _ = layer_step(
-        definition, step.attention, step.mesh, leaves, hidden, tables, LayerKV(pages), where, prepared
-    )
-    return out
+    return layer_step(definition, step, leaves, hidden, tables, LayerKV(pages), where, prepared)[0]

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout
+from jaxserve.kernels_pallas.cpu.linear import NativeLinear, choose_norm
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import inputs, slots, step
@@ -72,6 +73,7 @@ class Runner:
         max_len: int,
         buckets: Buckets,
         attention: AttentionBackend,
+        native_linear: NativeLinear | None = None,
         mesh: jax.sharding.Mesh | None = None,
         cache_dir: Path | None = None,
     ):
@@ -81,7 +83,8 @@ class Runner:
         self.max_len = max_len
         self.max_pages = -(-max_len // layout.page_size)
         self.buckets = buckets
-        self.step = StepDefinition(definition, attention, buckets.tokens[-1], MAX_LOGPROBS, mesh)
+        norm = choose_norm(native=native_linear is not None or attention.name == "native")
+        self.step = StepDefinition(definition, attention, buckets.tokens[-1], MAX_LOGPROBS, mesh, native_linear, norm)
         devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
         self.compiler = Compiler(cache_dir, devices)
         self.slots = slots.allocate(num_slots, max_len, self.max_pages, model.config.vocab_size)
@@ -233,7 +236,7 @@ class Runner:
     def _score_all_program(self) -> Program:
         rows = jax.ShapeDtypeStruct((step.SCORE_ROWS,), jnp.int32)
         arguments = self._weights_like, self._hidden_like(), rows
-        return Program("score_all", step.SCORE_ROWS, step.score_all, arguments, donate=())
+        return Program("score_all", step.SCORE_ROWS, partial(step.score_all, self.step), arguments, donate=())
 
     def _tables_program(self) -> Program:
         packed = jax.ShapeDtypeStruct((packed_tables_size(self.step.model.config.vocab_size),), jnp.int32)

@@ -16,6 +16,7 @@ which slots run and how many tokens. A step in which no row asks for more than t
 head; the tokens are the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
+from jaxserve.kernels_pallas.cpu.linear import NativeLinear, NativeNorm
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.models import decoder, rope
 from jaxserve.runner.inputs import BodyInputs, unpack_body
@@ -50,6 +52,16 @@ class StepDefinition:
     max_tokens: int  # the largest token bucket
     max_logprobs: int
     mesh: jax.sharding.Mesh | None = None
+    native_linear: NativeLinear | None = None
+    native_norm: NativeNorm | None = None
+
+    def linear(self, count: Int[Array, ""]) -> Callable:
+        """The product `linear(x, weight, out_dtype=None)` of a program whose first `count` rows are no padding."""
+        return decoder.linear if self.native_linear is None else partial(self.native_linear, count=count)
+
+    def norm(self, count: Int[Array, ""]) -> Callable:
+        """The norm `norm(x, scale, eps)` of such a program."""
+        return decoder.rms_norm if self.native_norm is None else partial(self.native_norm, count=count)
 
 
 class Sampled(NamedTuple):
@@ -60,8 +72,9 @@ class Sampled(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Where each query row stands: `position` is -1 and `page` out of range for padding."""
+    """Where each query row stands: `position` is -1 and `page` out of range for padding, the rows from `count` on."""
 
+    count: Int[Array, ""]
     slot: Int[Array, " tokens"]
     position: Int[Array, " tokens"]
     page: Int[Array, " tokens"]
@@ -97,13 +110,13 @@ def body(
     for definition, leaves, layer_kv in zip(step.model.layers, weights.layers, kv, strict=True):
         with jax.named_scope("layer"):
             hidden, layer_kv, wrote_finite = layer_step(
-                definition, step.attention, step.mesh, leaves, hidden, tables, layer_kv, where, prepared
+                definition, step, leaves, hidden, tables, layer_kv, where, prepared
             )
         layers_kv.append(layer_kv)
         finite &= wrote_finite
     with jax.named_scope("final_norm"):
         finite &= jnp.isfinite(hidden).all(-1)
-        hidden = step.model.norm.build(weights.norm)(hidden)
+        hidden = step.model.norm.build(weights.norm)(hidden, step.norm(where.count))
         hidden = jnp.pad(hidden, ((0, step.max_tokens - tokens), (0, 0)))
     return tuple(layers_kv), slots, hidden, finite
 
@@ -123,7 +136,8 @@ def head(
     """
     from_rows, row_slots = packed
     with jax.named_scope("head"):
-        logits = logits_of(weights.head, hidden[from_rows])
+        linear = step.linear((row_slots < slots.num_slots).sum(dtype=jnp.int32))
+        logits = logits_of(weights.head, hidden[from_rows], linear)
     position = slots.num_computed.at[row_slots].get(mode="clip")
     if greedy:
         tokens, chosen = blocks.largest(logits)[0], None
@@ -155,19 +169,22 @@ def score(
     """Log-probabilities of given tokens after given rows; `packed` is (row, token, number of likeliest tokens)."""
     rows, tokens, wanted = packed
     with jax.named_scope("score"):
-        return logprobs(logits_of(weights.head, hidden[rows]), tokens, step.max_logprobs, wanted)
+        logits = logits_of(weights.head, hidden[rows], step.linear(jnp.int32(len(rows))))
+        return logprobs(logits, tokens, step.max_logprobs, wanted)
 
 
 def score_all(
-    weights: Weights, hidden: Float[Array, "max_tokens hidden"], rows: Int32[Array, " rows"]
+    step: StepDefinition, weights: Weights, hidden: Float[Array, "max_tokens hidden"], rows: Int32[Array, " rows"]
 ) -> Float32[Array, "rows vocab"]:
     """The log-probabilities of the whole vocabulary after given rows."""
     with jax.named_scope("score_all"):
-        return whole_logprobs(logits_of(weights.head, hidden[rows]))
+        return whole_logprobs(logits_of(weights.head, hidden[rows], step.linear(jnp.int32(len(rows)))))
 
 
-def logits_of(head: Float[Array, "hidden vocab"], hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows vocab"]:
-    return decoder.linear(hidden, head, out_dtype=jnp.float32)
+def logits_of(
+    head: Float[Array, "hidden vocab"], hidden: Float[Array, "rows hidden"], linear: Callable
+) -> Float32[Array, "rows vocab"]:
+    return linear(hidden, head, out_dtype=jnp.float32)
 
 
 def _new_pages(slots: Slots, inputs: BodyInputs) -> Slots:
@@ -182,6 +199,7 @@ def _locate(slots: Slots, inputs: BodyInputs, num_pages: int, page_size: int) ->
     page = slots.page_table.at[0, inputs.token_slot, lax.div(position, jnp.int32(page_size))].get(mode="clip")
     shared = position < slots.write_start.at[inputs.token_slot].get(mode="clip")
     return Tokens(
+        (~padding).sum(dtype=jnp.int32),
         inputs.token_slot,
         position,
         jnp.where(padding | shared, num_pages, page),
@@ -193,19 +211,19 @@ def _advance(slots: Slots, inputs: BodyInputs) -> Slots:
     return slots._replace(num_computed=slots.num_computed.at[inputs.token_slot].add(1, mode="drop"))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def layer_step(definition, attention, mesh, leaves, hidden, tables, kv: LayerKV, where: Tokens, prepared):
+@partial(jax.jit, static_argnums=(0, 1))
+def layer_step(definition, step: StepDefinition, leaves, hidden, tables, kv: LayerKV, where: Tokens, prepared):
     """One layer; an inner jit, so that layers of one structure are traced and lowered once."""
     pages, finite = kv.pages, None
 
     def attend(q, k, v, *, scale: float, window: int | None):
         nonlocal pages, finite
-        paged = partial(_paged, attention, scale=scale, window=window)
-        if mesh is not None:
+        paged = partial(_paged, step.attention, scale=scale, window=window)
+        if step.mesh is not None:
             heads = P(None, "model", None)
             paged = jax.shard_map(
                 paged,
-                mesh=mesh,
+                mesh=step.mesh,
                 in_specs=(heads, heads, heads, PAGES_SPEC, P(), P()),
                 out_specs=(heads, PAGES_SPEC, P(None, "model")),
                 check_vma=False,
@@ -214,7 +232,7 @@ def layer_step(definition, attention, mesh, leaves, hidden, tables, kv: LayerKV,
         finite = head_finite.all(1)
         return out
 
-    hidden = definition.build(leaves)(hidden, tables, attend)
+    hidden = definition.build(leaves)(hidden, tables, attend, step.linear(where.count), step.norm(where.count))
     return hidden, kv._replace(pages=pages), finite
 
 

@@ -1,4 +1,4 @@
-"""Paged attention: both backends against float64, and the bits of a row whatever stands beside it."""
+"""Paged attention: all backends against float64, and the bits of a row whatever stands beside it."""
 
 from functools import cache, partial
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from jaxserve.kernels_pallas.paged_attention.work_list import (
     work_list_size,
 )
 
+NATIVE = choose_attention("auto")  # where there is no compiler this is XLA again
 SLOTS = 5
 LONGEST = 256  # positions of a sequence: four KV blocks
 
@@ -178,13 +179,13 @@ def steps(draw, tokens: int):
 
 
 @pytest.mark.parametrize("shape", AGAINST_FLOAT64, ids=str)
-def test_both_backends_agree_with_float64(shape):
+def test_all_backends_agree_with_float64(shape):
     @settings(max_examples=6, deadline=None)
     @given(steps(shape.tokens), st.integers(0, 9))
     def check(chunks, seed):
         expected = oracle(shape, chunks)
         pages, table = pool(data_of(shape).kv, shape.page_size, seed)
-        for backend in (XLA, REFERENCE):
+        for backend in (XLA, NATIVE, REFERENCE):
             out = run(backend, shape, chunks, pages, table)
             np.testing.assert_allclose(out, expected, rtol=1e-4, atol=4e-6, err_msg=backend.name)
 
@@ -194,52 +195,61 @@ def test_both_backends_agree_with_float64(shape):
 def test_bfloat16_stays_within_its_precision():
     shape, chunks = BIT_FAMILIES["bfloat16"][2], [Chunk(0, 100, 40), Chunk(1, 200, 1), Chunk(2, 0, 9)]
     expected = oracle(shape, chunks)
-    for backend in (XLA, REFERENCE):
+    for backend in (XLA, NATIVE, REFERENCE):
         out = run(backend, shape, chunks).astype(np.float64)
         np.testing.assert_allclose(out, expected, rtol=0, atol=0.02, err_msg=backend.name)
 
 
-def test_padding_rows_of_the_reference_are_zeros():
+@pytest.mark.parametrize("backend", [REFERENCE, NATIVE], ids=["reference", "native"])
+def test_padding_rows_are_zeros(backend):
     shape = AGAINST_FLOAT64[0]
     data = data_of(shape)
     work, slot, position = rows_of([Chunk(0, 3, 2)], 8)
     pages, table = pool(data.kv, shape.page_size)
-    out = np.asarray(attend(REFERENCE, 8, shape.window, data.q[0, :8], pages, table, work, slot, position))
+    out = np.asarray(attend(backend, 8, shape.window, data.q[0, :8], pages, table, work, slot, position))
     assert out[:2].all()
     assert not out[2:].any()
 
 
 def test_names_choose_backends():
     names = {name: choose_attention(name).name for name in ATTENTION_BACKENDS}
-    assert names == {"auto": "xla", "xla": "xla", "reference": "reference"}
+    assert names == {"auto": "native", "xla": "xla", "reference": "reference", "native": "native"}
+    assert choose_attention("auto", head_dim=12).name == "xla"
+    with pytest.raises(ValueError, match=r"^attention_backend='native': .*head_dim=12 is no multiple of 8"):
+        choose_attention("native", head_dim=12)
 
 
 # ---- the bits of a row ----------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[XLA, NATIVE], ids=["xla", "native"])
+def backend(request):
+    return request.param
+
+
 @cache
-def alone(shape: Shape, slot: int, position: int) -> bytes:
+def alone(backend, shape: Shape, slot: int, position: int) -> bytes:
     """The bits of a row that is the only one of its step."""
-    return run(XLA, shape, [Chunk(slot, position, 1)]).tobytes()
+    return run(backend, shape, [Chunk(slot, position, 1)]).tobytes()
 
 
-def assert_bits(family: str, shape: Shape, chunks: list[Chunk], out: np.ndarray) -> None:
+def assert_bits(backend, family: str, shape: Shape, chunks: list[Chunk], out: np.ndarray) -> None:
     rows = [(slot, position) for slot, start, n in chunks for position in range(start, start + n)]
     for row, (slot, position) in zip(out, rows, strict=True):
-        if row.tobytes() != alone(BIT_FAMILIES[family][0], slot, position):
+        if row.tobytes() != alone(backend, BIT_FAMILIES[family][0], slot, position):
             pytest.fail(f"slot {slot}, position {position} of {chunks} has other bits in {shape} than alone")
 
 
 @pytest.mark.parametrize(
     ("family", "shape"), [(name, shape) for name, shapes in BIT_FAMILIES.items() for shape in shapes], ids=str
 )
-def test_a_row_has_the_same_bits_alone_and_in_company(family, shape):
+def test_a_row_has_the_same_bits_alone_and_in_company(backend, family, shape):
     """In every bucket, for every page size, as a single tile and within a chunk tile, beside any others."""
 
     @settings(max_examples=4, deadline=None)
     @given(steps(shape.tokens))
     def check(chunks):
-        assert_bits(family, shape, chunks, run(XLA, shape, chunks))
+        assert_bits(backend, family, shape, chunks, run(backend, shape, chunks))
 
     check()
     count = min(shape.tokens, 21)  # one row, all of them in one run, a run ending in single tiles
@@ -248,12 +258,12 @@ def test_a_row_has_the_same_bits_alone_and_in_company(family, shape):
         [Chunk(1, LONGEST - shape.tokens, shape.tokens)],
         [Chunk(2, 50, count)],
     ]:
-        assert_bits(family, shape, chunks, run(XLA, shape, chunks))
+        assert_bits(backend, family, shape, chunks, run(backend, shape, chunks))
 
 
 @pytest.mark.parametrize("family", BIT_FAMILIES)
 @pytest.mark.parametrize("huge", [1e37, -3e38])
-def test_junk_in_pages_positions_and_tables_changes_nothing(family, huge):
+def test_junk_in_pages_positions_and_tables_changes_nothing(backend, family, huge):
     """Unowned pages, positions behind the context and unused table entries may hold anything finite."""
     shape = max(BIT_FAMILIES[family], key=lambda shape: shape.tokens)
     chunks = [Chunk(0, 100, 20), Chunk(1, 63, 1), Chunk(2, 64, 1), Chunk(3, 0, 9)]
@@ -267,8 +277,8 @@ def test_junk_in_pages_positions_and_tables_changes_nothing(family, huge):
         used = -(-(start + count) // shape.page_size)
         table[slot, used:] = np.resize([-1, 2**31 - 1, -(2**31), len(pages)], table.shape[1] - used)
     table[4] = -7
-    clean, expected = run(XLA, shape, chunks), oracle(shape, chunks)
-    assert run(XLA, shape, chunks, pages, table).tobytes() == clean.tobytes()
+    clean, expected = run(backend, shape, chunks), oracle(shape, chunks)
+    assert run(backend, shape, chunks, pages, table).tobytes() == clean.tobytes()
     if shape.dtype == "float32":
         np.testing.assert_allclose(run(REFERENCE, shape, chunks, pages, table), expected, rtol=1e-4, atol=4e-6)
 

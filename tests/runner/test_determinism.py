@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from engine_tools import tiny_decoder, tiny_engine
 
-from jaxserve.kernels_pallas.paged_attention import XLA
+from jaxserve.kernels_pallas.cpu.linear import choose_linear, choose_norm
+from jaxserve.kernels_pallas.paged_attention import XLA, choose_attention
 from jaxserve.runner import determinism
 from jaxserve.runner.compilation import Compiler
 from jaxserve.runner.determinism import PROVEN_ROWS, row_invariance, smallest_bucket, unproven
@@ -17,9 +18,11 @@ from jaxserve.runner.weights import flatten
 SMALL = {"num_pages": 64, "max_num_batched_tokens": 8, "max_num_seqs": 8, "compilation_cache_dir": ""}
 
 
-def check(dtype: str, token_buckets, row_buckets, attention=XLA) -> str | None:
+def check(dtype: str, token_buckets, row_buckets, attention=XLA, native_linear=None) -> str | None:
     definition, weights = flatten(tiny_decoder(dtype, hidden_size=256))  # short sums keep their bits in any case
-    step = StepDefinition(definition, attention, row_buckets[-1], 20)
+    step = StepDefinition(
+        definition, attention, row_buckets[-1], 20, None, native_linear, choose_norm(native=native_linear is not None)
+    )
     return row_invariance(step, weights, token_buckets, row_buckets, Compiler(None, jax.devices()[:1]))
 
 
@@ -27,6 +30,13 @@ def check(dtype: str, token_buckets, row_buckets, attention=XLA) -> str | None:
 def test_rows_keep_their_bits_in_the_proven_buckets(dtype, buckets):
     assert smallest_bucket("cpu", jnp.dtype(dtype)) == buckets[0]
     assert check(dtype, buckets, buckets) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_rows_keep_their_bits_from_8_on_with_native_products(dtype):
+    linear = choose_linear("native", jnp.dtype(dtype))
+    assert smallest_bucket("cpu", jnp.dtype(dtype), native_linear=True) == 8
+    assert check(dtype, (8, 128), (8, 128), choose_attention("native"), linear) is None
 
 
 def test_a_layer_that_depends_on_its_bucket_is_found():
@@ -39,7 +49,7 @@ def test_a_layer_that_depends_on_its_bucket_is_found():
 
 
 def test_a_head_that_depends_on_its_bucket_is_found(monkeypatch):
-    def logits_of(head, hidden):
+    def logits_of(head, hidden, linear):
         logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
         # Rows of a small bucket read one bit differently in one place.
         return jnp.nextafter(logits, jnp.inf).at[1:].set(logits[1:]) if hidden.shape[0] == 8 else logits
@@ -89,9 +99,12 @@ def test_an_engine_refuses_a_machine_that_differs(monkeypatch):
 
 def test_an_engine_says_that_it_is_deterministic_and_pays_only_if_it_is(monkeypatch):
     monkeypatch.setattr(determinism, "row_invariance", lambda *_: None)
-    with tiny_engine("float32", **SMALL, deterministic="auto") as engine:
+    with tiny_engine("float32", **SMALL, deterministic="auto", linear_backend="xla") as engine:
         assert engine.stats()["deterministic"] == "true"
         assert engine.runner.buckets.tokens == engine.runner.buckets.rows == (64,)
+    with tiny_engine("float32", **SMALL, deterministic="auto", linear_backend="native") as engine:
+        assert engine.stats()["deterministic"] == "true"
+        assert engine.runner.buckets.tokens == engine.runner.buckets.rows == (8,)
     with tiny_engine("float32", **SMALL, deterministic=False) as engine:
         assert engine.stats()["deterministic"] == "false"
         assert engine.runner.buckets.tokens == (8,)
