@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.runner import inputs
-from jaxserve.runner.inputs import Run
+from jaxserve.runner.inputs import Runs
 from jaxserve.runner.slots import pack_admission
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import Weights
@@ -58,7 +58,7 @@ class Parts:
         for slot in range(batch):
             pages = [(slot * self.pages_each + i) % runner.num_pages for i in range(self.pages_each)]
             self._admit(slot, pages, SamplingParams(temperature=0))
-        self.runs = [Run(slot, context - 1, 1, True) for slot in range(batch)]
+        self.runs = Runs.of((slot, context - 1, 1, True) for slot in range(batch))
         tokens = runner.buckets.token_bucket(batch)
         self.packed = inputs.pack_body(self.runs, [], tokens, runner.num_slots)
         dtype, random = runner.weights.embed.dtype, np.random.default_rng(0)
