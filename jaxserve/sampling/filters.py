@@ -108,28 +108,35 @@ def bisect(holds: Callable[[Float32[Array, " rows"]], Bool[Array, " rows"]], row
     return lax.bitcast_convert_type(lax.fori_loop(0, 31, step, start)[0], jnp.float32)
 
 
-def exact_limits(distances: Float32[Array, "rows vocab"], filters: FilterRows) -> Float32[Array, " rows"]:
-    """Each row's limit by bisection over the whole vocabulary: whatever the filters and the distribution."""
-    rows, vocab = distances.shape
-    limb = limb_bits(vocab)
+class Nucleus(NamedTuple):
+    """The filters on whole rows, ready to be asked about single tokens."""
 
-    def kth() -> Array:
-        def fewer(at):
-            return (distances < at[:, None]).sum(axis=1, dtype=jnp.int32) < filters.top_k
+    limit: Float32[Array, " rows"]  # of min_p and top_k
+    weight: UInt32[Array, "rows vocab"]
+    target: Mass  # top_p of the weights within the limit
+    everything: Bool[Array, " rows"]  # top_p is off
 
-        return bisect(fewer, rows)
+    @classmethod
+    def of(cls, distances: Float32[Array, "rows vocab"], filters: FilterRows) -> "Nucleus":
+        rows, vocab = distances.shape
+        limb = limb_bits(vocab)
 
-    far = jnp.full(rows, jnp.inf, jnp.float32)
-    limit = jnp.minimum(filters.furthest, lax.cond(jnp.any(filters.top_k < vocab), kth, lambda: far))
+        def kth() -> Array:
+            def fewer(at):
+                return (distances < at[:, None]).sum(axis=1, dtype=jnp.int32) < filters.top_k
 
-    def nucleus() -> Array:
+            return bisect(fewer, rows)
+
+        far = jnp.full(rows, jnp.inf, jnp.float32)
+        limit = jnp.minimum(filters.furthest, lax.cond(jnp.any(filters.top_k < vocab), kth, lambda: far))
         weight = weights(distances, limb)
         total = mass(weight, distances <= limit[:, None], limb)
-        target = share(total, filters.top_p, limb)
-        return bisect(lambda at: below(mass(weight, distances < at[:, None], limb), target), rows)
+        return cls(limit, weight, share(total, filters.top_p, limb), filters.top_p >= 1)
 
-    nearest = lax.cond(jnp.any(filters.top_p < 1), nucleus, lambda: far)
-    return jnp.where(filters.top_p < 1, jnp.minimum(limit, nearest), limit)
+    def keeps(self, distances: Float32[Array, "rows vocab"], at: Float32[Array, " rows"]) -> Bool[Array, " rows"]:
+        """Whether each row keeps the tokens at a distance: those nearer have less than the target."""
+        nearer = mass(self.weight, distances < at[:, None], limb_bits(distances.shape[1]))
+        return (at <= self.limit) & (self.everything | below(nearer, self.target))
 
 
 class CandidateLimits(NamedTuple):

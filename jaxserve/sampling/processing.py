@@ -33,7 +33,7 @@ class Processing(NamedTuple):
 
 
 class Processed(NamedTuple):
-    """`alive`: some token is left to be sampled."""
+    """`alive`: some token is left to be sampled; where none is, the logits are as they were."""
 
     logits: Float32[Array, "rows vocab"]
     alive: Bool[Array, " rows"]
@@ -93,9 +93,8 @@ def process(
     num_bad_words = jnp.where(real, take(state.num_bad_words), 0)
     early = real & (positions < take(state.min_length))
     prompt_length = take(state.prompt_length)
-    alive = jnp.ones_like(real)
 
-    def masked() -> Array:
+    def masked() -> tuple[Array, Array]:
         changed = logits
         with jax.named_scope("bias"):
             add = lambda: changed + jnp.where(biased[:, None], take(state.bias), jnp.float32(0))
@@ -106,7 +105,9 @@ def process(
             changed = lax.cond(jnp.any(num_bad_words > 0), banned, lambda: changed)
         with jax.named_scope("min_tokens"):
             ids = jnp.where(early[:, None], take(state.stop_ids), logits.shape[1])
-            return _forbid(changed, ids)
+            changed = _forbid(changed, ids)
+        alive = (changed > -jnp.inf).any(1) | ~real
+        return jnp.where(alive[:, None], changed, logits), alive
 
     def penalise() -> Array:
         counts, seen = _occurrences(history, slots, prompt_length, jnp.where(penalised, positions, 0), logits.shape[1])
@@ -114,8 +115,7 @@ def process(
 
     with jax.named_scope("process_logits"):
         masks = jnp.any(biased | (num_bad_words > 0) | early)
-        kept = lax.cond(masks, masked, lambda: logits)
-        alive = lax.cond(masks, lambda: (kept > -jnp.inf).any(1) | ~real, lambda: alive)
+        kept, alive = lax.cond(masks, masked, lambda: (logits, jnp.ones_like(real)))
         return Processed(lax.cond(jnp.any(penalised), penalise, lambda: kept), alive)
 
 

@@ -8,7 +8,7 @@ A row's token depends on its own logits, parameters, seed and position, bit for 
 Work that no row needs is not done, and one compiled program serves every mix of rows:
 - greedy rows: one maximum over the logits;
 - filtered rows: the best `candidates` tokens, if the filters keep no more than those;
-- the rest: noise for the whole vocabulary, and bisection where there are filters.
+- the rest: noise for the whole vocabulary, again and again until the winner is one that the filters keep.
 """
 
 from typing import NamedTuple
@@ -123,6 +123,14 @@ def _race(logits: Float32[Array, "rows vocab"], row: Row, limit: Float32[Array, 
     return block[:, 0] * jnp.int32(blocks.BLOCK) + lax.argmin(inside, 1, jnp.int32)
 
 
+class Search(NamedTuple):
+    """A race that is run again, among fewer tokens, until its winner is one that the filters keep."""
+
+    tokens: Int32[Array, " rows"]
+    limit: Float32[Array, " rows"]
+    found: Bool[Array, " rows"]
+
+
 def _search_together(
     logits: Float32[Array, "rows vocab"],
     row: Row,
@@ -130,9 +138,26 @@ def _search_together(
     wide: Bool[Array, " rows"],
     tokens: Int32[Array, " rows"],
 ) -> Int32[Array, " rows"]:
-    """`tokens` with those of the wide rows drawn by bisection and a race over the vocabulary."""
-    limit = filters.exact_limits(row.distances(logits), filtering)
-    return jnp.where(wide, _race(logits, row, limit), tokens)
+    """`tokens` with those of the wide rows drawn by a race over the vocabulary.
+
+    The winner of the race among the kept tokens is the first that is kept in the order of the race among all. So
+    there is no threshold to search for: a winner is asked whether it is kept, which top_p of the winners are, and
+    one that is not leaves out all that are as far away.
+    """
+    distances = row.distances(logits)
+    nucleus = filters.Nucleus.of(distances, filtering)
+
+    def race(state: Search) -> Search:
+        winners = _race(logits, row, state.limit)
+        at = jnp.take_along_axis(distances, winners[:, None], axis=1, mode="promise_in_bounds")[:, 0]
+        kept = nucleus.keeps(distances, at) | ~(at > 0) | (at == jnp.inf)  # NaN, too, must end
+        return Search(
+            jnp.where(state.found, state.tokens, winners),
+            jnp.where(kept, state.limit, jnp.nextafter(at, jnp.float32(0))),
+            state.found | kept,
+        )
+
+    return lax.while_loop(lambda state: ~state.found.all(), race, Search(tokens, nucleus.limit, ~wide)).tokens
 
 
 def _search_one_by_one(

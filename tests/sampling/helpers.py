@@ -12,7 +12,7 @@ from jaxserve.sampling_params import SamplingParams, seed_words
 VOCAB = 200
 
 by_candidates = jax.jit(sample)
-by_bisection = jax.jit(functools.partial(sample, candidates=0))
+by_whole_rows = jax.jit(functools.partial(sample, candidates=0))
 by_few = jax.jit(functools.partial(sample, candidates=4))
 
 

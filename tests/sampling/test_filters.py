@@ -11,7 +11,12 @@ from jaxserve.sampling import filters
 from jaxserve.sampling_params import SamplingParams
 from tests.sampling.helpers import exact_distribution, rows_of
 
-exact_limits = jax.jit(filters.exact_limits)
+
+@jax.jit
+def kept_tokens(distances, filtering):
+    """Every token asked by itself: [rows, vocab]."""
+    nucleus = filters.Nucleus.of(distances, filtering)
+    return jax.lax.map(lambda at: nucleus.keeps(distances, at), distances.T).T
 
 
 def candidate_limits(distances, filtering, width):
@@ -58,7 +63,7 @@ def filter_rows(params, vocab):
 @pytest.mark.parametrize("vocab", [6, 128, 1000])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(params=st.lists(parameters, min_size=8, max_size=8), kind=kinds, seed=st.integers(0, 2**32 - 1))
-def test_candidates_and_bisection_keep_the_same_tokens(vocab, params, kind, seed):
+def test_candidates_and_whole_rows_keep_the_same_tokens(vocab, params, kind, seed):
     params = [SamplingParams(**values) for values in params]
     logits = distributions(np.random.default_rng(seed), kind, (8, vocab))
     logits[:, 0] = np.maximum(logits[:, 0], -1)
@@ -66,26 +71,25 @@ def test_candidates_and_bisection_keep_the_same_tokens(vocab, params, kind, seed
     distances = jnp.asarray((logits.max(1, keepdims=True) - logits) / temperature)
     filtering = filter_rows(params, vocab)
     near, found = candidate_limits(distances, filtering, min(9, vocab))
-    limits = np.asarray(exact_limits(distances, filtering))[:, None]
+    exact = np.asarray(kept_tokens(distances, filtering)) & np.isfinite(distances)
+    limits = np.where(exact, distances, -1).max(1, keepdims=True)
+    np.testing.assert_array_equal(exact, (np.asarray(distances) <= limits))  # all up to the furthest
     suffices = np.asarray(found.suffices)
     np.testing.assert_array_equal(np.asarray(found.kept)[suffices], (np.asarray(near) <= limits)[suffices])
-    np.testing.assert_array_equal(
-        np.asarray(found.kept).sum(1)[suffices], (np.asarray(distances) <= limits).sum(1)[suffices]
-    )
+    np.testing.assert_array_equal(np.asarray(found.kept).sum(1)[suffices], exact.sum(1)[suffices])
     # Only need sends a row the long way: it keeps more than the candidates, or top_k, with its ties, may.
-    fits = (np.asarray(distances) <= limits).sum(1) < min(9, vocab)
+    fits = exact.sum(1) < min(9, vocab)
     assert (suffices | ~fits | (np.asarray(filtering.top_k) < vocab)).all()
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(params=parameters, kind=kinds, seed=st.integers(0, 2**32 - 1))
-def test_bisection_keeps_what_brute_force_keeps(params, kind, seed):
+def test_whole_rows_keep_what_brute_force_keeps(params, kind, seed):
     params = SamplingParams(**params)
     logits = distributions(np.random.default_rng(seed), kind, (1, 300))
     temperature = np.float32(params.temperature)
     distances = (logits.max() - logits) / temperature
-    limit = exact_limits(jnp.asarray(distances), filter_rows([params], 300))
-    kept = (distances <= np.asarray(limit)[:, None])[0] & np.isfinite(logits[0])
+    kept = np.asarray(kept_tokens(jnp.asarray(distances), filter_rows([params], 300)))[0] & np.isfinite(logits[0])
     certain = []
     for nudge in (-1e-5, 1e-5):  # where a hair's breadth of a parameter changes the answer, either is right
         nudged = SamplingParams(
@@ -103,10 +107,10 @@ def test_vllms_order_top_p_counts_what_top_k_left():
     logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
     distances = jnp.asarray(logits.max() - logits)
     # Of the two tokens that top_k leaves, the first has 4/7: enough for 0.5, which it is not of the whole.
-    limits = exact_limits(distances, filter_rows([SamplingParams(top_k=2, top_p=0.5)], 4))
-    assert (np.asarray(distances)[0] <= limits[0]).sum() == 1
-    limits = exact_limits(distances, filter_rows([SamplingParams(top_p=0.5)], 4))
-    assert (np.asarray(distances)[0] <= limits[0]).sum() == 2
+    assert kept_tokens(distances, filter_rows([SamplingParams(top_k=2, top_p=0.5)], 4)).tolist() == [
+        [True, False, False, False]
+    ]
+    assert kept_tokens(distances, filter_rows([SamplingParams(top_p=0.5)], 4)).tolist() == [[True, True, False, False]]
 
 
 @pytest.mark.parametrize("vocab", [2, 128, 49152, 131072, 151936, 262144])

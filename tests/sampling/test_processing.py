@@ -101,8 +101,9 @@ def test_every_row_is_its_own_definition_bit_for_bit(requests, source):
     for row, index in enumerate(order):
         expected = definition(logits[index], *requests[index])
         # XLA may contract a product and a sum into one rounding.
-        np.testing.assert_allclose(found[row], expected, rtol=1e-6, atol=1e-6)
         assert alive[row] == np.isfinite(expected).any()
+        if alive[row]:
+            np.testing.assert_allclose(found[row], expected, rtol=1e-6, atol=1e-6)
     for row, index in enumerate(order):  # alone: the same bits
         alone, _ = processed(requests, logits, [index])
         np.testing.assert_array_equal(alone[0], found[row])
@@ -151,7 +152,7 @@ def test_no_token_left_is_told():
     params = SamplingParams(bad_words=["9 9"], allowed_token_ids=(9,))
     found, alive = processed([(params, [1], [9])], np.zeros((1, VOCAB), np.float32), [0])
     assert not alive[0]
-    assert (found[0] == -np.inf).all()
+    assert not found[0].any(), "as they were: the sampler gets numbers"
     assert alive[1:].all()
 
 

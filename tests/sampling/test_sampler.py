@@ -10,9 +10,9 @@ import scipy.stats
 from jaxserve.sampling_params import SamplingParams
 from tests.sampling.helpers import (
     VOCAB,
-    by_bisection,
     by_candidates,
     by_few,
+    by_whole_rows,
     exact_distribution,
     many_samples,
     rows_of,
@@ -103,7 +103,7 @@ def test_the_ways_agree(vocab, spread):
     for start in range(4):
         positions = np.arange(64, dtype=np.int32) + 64 * start
         expected = by_candidates(logits, rows, positions)
-        np.testing.assert_array_equal(by_bisection(logits, rows, positions), expected)
+        np.testing.assert_array_equal(by_whole_rows(logits, rows, positions), expected)
         if vocab == WIDE:
             np.testing.assert_array_equal(by_few(logits, rows, positions), expected)
 
@@ -129,7 +129,7 @@ def test_the_coldest_sampled_temperature_is_finite():
 
 
 @pytest.mark.parametrize("given", [{}, {"top_k": 3}, {"top_p": 0.999}, {"temperature": 50.0}], ids=str)
-@pytest.mark.parametrize("sampler", [by_candidates, by_bisection])
+@pytest.mark.parametrize("sampler", [by_candidates, by_whole_rows])
 def test_masked_tokens_are_never_drawn(given, sampler):
     logits = np.full(VOCAB, -np.inf, np.float32)
     allowed = [5, 40, 77, 198]
@@ -168,3 +168,18 @@ def test_the_users_settings_change_nothing(setting):
         tokens = by_candidates(logits, rows, positions)
     assert tokens.dtype == np.int32
     np.testing.assert_array_equal(tokens, expected)
+
+
+@pytest.mark.parametrize("sampler", [by_candidates, by_whole_rows])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_rows_that_are_not_finite_end_and_disturb_no_other(sampler, value):
+    """Their requests end with an error of their own; the sampler must only come to an end."""
+    params = SamplingParams(temperature=0.9, top_p=0.3, top_k=90, seed=1)
+    logits = np.random.default_rng(0).normal(size=(256, VOCAB)).astype(np.float32)
+    positions = np.arange(256, dtype=np.int32)
+    expected = np.asarray(sampler(logits, rows_of([params] * 256), positions))
+    logits[::2] = value
+    logits[1::4, 7] = -np.inf
+    found = np.asarray(sampler(logits, rows_of([params] * 256), positions))
+    np.testing.assert_array_equal(found[3::4], expected[3::4])
+    assert ((found >= 0) & (found < VOCAB)).all()
