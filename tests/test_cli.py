@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -217,3 +218,31 @@ def test_names_in_the_readmes_python_exist():
 def test_the_demo_configuration_parses(no_model):
     with pytest.raises(AssertionError, match="an engine was started"):
         main(["generate", "--config", os.fspath(ROOT / "configs" / "demo.yaml")])
+
+
+def test_what_is_left_open_is_as_the_model_says(capsys, tmp_path, answers):
+    """generation_config.json: 3 tokens, greedy; a flag has the last word."""
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    said = {"max_new_tokens": 3, "temperature": 0.0, "top_k": 5, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    shapes = [part for name, value in {"model": folder, **SHAPES}.items() for part in (f"--engine.{name}", str(value))]
+    prompt, text = answers[1]
+    command = ["generate", "--prompt", prompt, *shapes, "--ignore-eos", "true"]
+    counts = {}
+    for name, more in {
+        "model": [],
+        "flag": ["--max-tokens", "8"],
+        "none": ["--engine.generation-config", "none", "--temperature", "0"],
+    }.items():
+        status, out, _ = run(capsys, *command, *more)
+        assert status == 0
+        counts[name] = int(FIGURES.search(out)[3])
+        answer = out.removeprefix(f"\n> {prompt}\n").split("\n\n")[0]
+        assert text.startswith(answer) or answer.startswith(text)  # greedy, whoever said so
+    assert counts == {"model": 3, "flag": 8, "none": 16}
+    with LLM(str(folder), **SHAPES) as llm:
+        assert llm.engine.default_sampling_params == SamplingParams(temperature=0, max_tokens=3, top_k=5)
+        assert len(llm.generate(prompt)[0].outputs[0].token_ids) <= 3
+        assert len(llm.generate(prompt, SamplingParams(ignore_eos=True))[0].outputs[0].token_ids) == 16
+    (folder / "generation_config.json").write_text('{"temperature": -1}')
+    refused(capsys, *command, parts=["generation_config.json", "temperature=-1", "generation_config='none'"], status=1)

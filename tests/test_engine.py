@@ -409,7 +409,7 @@ STATS = {
 
 
 def test_stats_of_a_run_computed_by_hand():
-    with tiny_engine("float32") as engine:
+    with tiny_engine("float32", linear_backend="xla") as engine:
         fresh = engine.stats()
         assert {name: type(value) for name, value in fresh.items()} == STATS
         assert {name for name, value in fresh.items() if value} == {"deterministic", "max_model_len", "num_pages"}
@@ -538,7 +538,7 @@ def counted_compilations():
 
 def test_nothing_compiles_after_warm_up():
     with counted_compilations() as seen:
-        with tiny_engine("float32", compile="warmup") as engine:
+        with tiny_engine("float32", compile="warmup", linear_backend="xla") as engine:
             warm = engine.stats()["compilations"]
             assert warm == len(engine.runner.programs())
             assert engine.stats()["compilations_after_warmup"] == 0
@@ -571,7 +571,7 @@ def test_nothing_compiles_after_warm_up():
 
 
 def test_lazy_compiles_what_is_used():
-    with tiny_engine("float32") as engine:
+    with tiny_engine("float32", linear_backend="xla") as engine:
         assert engine.stats()["compilations"] == 0
         one(engine, PROMPT)
         assert engine.stats()["compilations"] == 3  # admit, body of 64 tokens, head of 64 rows

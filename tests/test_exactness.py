@@ -205,18 +205,17 @@ def test_float32_in_company_in_chunks_and_from_the_cache(requests):
         assert_same(run(engine, some), expected)
 
 
-def test_through_xla_alone_in_company_and_after_preemptions(requests):
+def test_through_xla_alone_in_company_and_after_preemptions(long_answers):
     """Without the native functions, as on a machine without a compiler."""
-    some = requests[:16]
     xla = {"attention_backend": "xla", "linear_backend": "xla"}
     with tiny_engine("bfloat16", enable_prefix_caching=False, **xla) as engine:
         assert engine.runner.step.native_linear is None
         assert engine.runner.step.attention.name == "xla"
-        expected = run_alone(engine, some)
-        assert_same(run(engine, some), expected)
+        expected = run_alone(engine, long_answers)
+        assert_same(run(engine, long_answers), expected)
     with tiny_engine("bfloat16", max_num_batched_tokens=64, **SMALL_POOL, **xla) as engine:
-        assert_same(run(engine, some), expected)
-        assert_same(run(engine, some), expected)
+        assert_same(run(engine, long_answers), expected)
+        assert_same(run(engine, long_answers), expected)
         assert engine.stats()["num_preemptions"] > 0
 
 

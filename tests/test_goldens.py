@@ -91,7 +91,7 @@ def test_smollm2_logits(smollm2, smollm2_decoder):
 @pytest.fixture(scope="module")
 def smollm2_engine(smollm2_decoder):
     """In float32; prompts in chunks."""
-    options = {"num_pages": 512, "max_model_len": 1024, "max_num_seqs": 16, "deterministic": False}
+    options = {"num_pages": 512, "max_model_len": 2048, "max_num_seqs": 16, "deterministic": False}
     with Engine(decoder=smollm2_decoder, text=Tokenizer.from_folder(demo_model_folder()), **options) as engine:
         yield engine
 

@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentError
 from importlib import import_module
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from jaxserve.cli.options import ENGINE_NAMES, SAMPLING_NAMES, STRICT, spelled
 from jaxserve.validation import nearest_name
@@ -36,9 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
             _module(name).add_options(command)
     try:
         options = parser.parse_args(given)
+        explicit = parser.parse_args(given, defaults=False)[options.command].get("sampling")
     except ArgumentError as error:
         print(f"jaxserve: {_one_line(str(error), given)}", file=sys.stderr)
         return 2
+    options[options.command].given_sampling = tuple(explicit.as_dict()) if isinstance(explicit, Namespace) else ()
     try:
         return _module(options.command).run(options[options.command])
     except KeyboardInterrupt:

@@ -34,14 +34,15 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    config, params = engine_config(options), sampling_params(options)
-    if params.n != 1:
-        raise ValueError(f"n={params.n}: a chat has one answer: n must be 1")
+    config = engine_config(options)
+    if (n := sampling_params(options).n) != 1:
+        raise ValueError(f"n={n}: a chat has one answer: n must be 1")
     template = options.chat_template
     if template is not None and "{" not in template:
         template = Path(template).read_text(encoding="utf-8")
     rendering = {"chat_template": template, "chat_template_kwargs": options.chat_template_kwargs}
     with load(config) as llm:
+        params = sampling_params(options, llm.engine.default_sampling_params)
         chat = Chat(llm, params, system=options.system, rendering=rendering)
         chat.check_template()
         print(f"{llm.engine.memory_plan}\n{COMMANDS}", file=sys.stderr)

@@ -23,8 +23,9 @@ def run(options: Namespace) -> int:
     if not prompts:
         raise ValueError("prompts: none given: use --prompt TEXT, --prompts or a config file that holds some")
     # Built before the engine is imported and loaded: a wrong option costs no time.
-    config, params = engine_config(options), sampling_params(options)
+    config, _ = engine_config(options), sampling_params(options)
     with load(config) as llm:
+        params = sampling_params(options, llm.engine.default_sampling_params)
         print(llm.engine.memory_plan, file=sys.stderr)
         started = time.perf_counter()
         first, failures = _print_in_order(llm.stream(prompts, params), prompts, params.n)

@@ -49,8 +49,14 @@ def engine_config(options: Namespace) -> EngineConfig:
     return EngineConfig(**_named(options, "engine"))
 
 
-def sampling_params(options: Namespace) -> SamplingParams:
-    return SamplingParams(**_named(options, "sampling"))
+def sampling_params(options: Namespace, model: SamplingParams | None = None) -> SamplingParams:
+    """What the options say; what they leave open is as `model` says (`Engine.default_sampling_params`)."""
+    values, plain = _named(options, "sampling"), SamplingParams()
+    if model is not None:
+        left_open = values.keys() - set(options.given_sampling)
+        said = {name: getattr(model, name) for name in left_open}
+        values |= {name: value for name, value in said.items() if value != getattr(plain, name)}
+    return SamplingParams(**values)
 
 
 def _named(options: Namespace, group: str) -> dict[str, Any]:

@@ -176,3 +176,21 @@ def test_more_stop_tokens_than_a_slot_holds_are_refused_with_min_tokens_only():
         build_tables(SamplingParams(min_tokens=1), 1000, many, encode)
     assert build_tables(SamplingParams(), 1000, many, encode) is None
     assert isinstance(build_tables(SamplingParams(logit_bias={1: 1}), 1000, many, encode), LogitsTables)
+
+
+def test_works_under_x64():
+    asked = SamplingParams(
+        repetition_penalty=1.7,
+        presence_penalty=1,
+        frequency_penalty=1,
+        logit_bias={3: 5},
+        bad_words=["1 2"],
+        min_tokens=9,
+    )
+    requests = [(asked, [1, 2], [3, 1]), (SamplingParams(), [1], [2])]
+    logits = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32)
+    expected, _ = processed(requests, logits, [0, 1])
+    with jax.enable_x64(True):
+        found, alive = processed(requests, logits, [0, 1])
+    np.testing.assert_array_equal(found, expected)
+    assert (found.dtype, alive.dtype) == (np.float32, np.bool_)
