@@ -39,7 +39,7 @@ def wanted_rows(plan: StepPlan) -> WantedRows:
     """The log-probabilities that the requests of a plan ask for, besides those that the head gives."""
     wanted = WantedRows([], [], {}, {})
     row = 0
-    for entry in plan.entries:
+    for entry in plan.entries if plan.wants_rows else ():
         request = entry.request
         if request.prompt_logprobs is not None and (position := request.next_to_score) is not None:
             # The hidden state at a position tells of the token after it.
@@ -81,7 +81,7 @@ class RequestText:
             text += self._detokenizer.flush()
         if self._stops is None:
             return text
-        may_stop = not by_id and len(request.output_token_ids) > request.params.min_tokens
+        may_stop = not by_id and len(request.token_ids) - request.num_prompt_tokens > request.params.min_tokens
         certain = self._stops.push(text, may_stop=may_stop)
         if certain.stop is not None:
             request.finish_reason, request.stop_reason = "stop", certain.stop

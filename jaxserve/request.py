@@ -51,6 +51,10 @@ class Request:
 
     state: RequestState = RequestState.WAITING
     token_ids: list[int] = field(init=False)
+    # What the parameters say, looked up once: the scheduler asks for every token.
+    only_scores: bool = field(init=False)  # no token is sampled (max_tokens=0): it ends when its prompt is computed
+    only_greedy: bool = field(init=False)
+    wants_rows: bool = field(init=False)  # log-probabilities besides those that the head gives
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     slot: int = -1
@@ -70,17 +74,15 @@ class Request:
 
     def __post_init__(self):
         self.token_ids = list(self.prompt_token_ids)
+        self.only_scores = self.max_total_tokens <= len(self.prompt_token_ids)
+        self.only_greedy = self.params.only_greedy
+        self.wants_rows = self.params.prompt_logprobs is not None or self.params.logprobs == -1
         self.restart_scores()
 
     def restart_scores(self) -> None:
         """Score the prompt from its beginning."""
         if self.params.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None] * min(max(self.params.prompt_logprobs_start, 1), len(self.token_ids))
-
-    @property
-    def only_scores(self) -> bool:
-        """Whether no token is sampled (max_tokens=0): the request ends when its prompt is computed."""
-        return self.max_total_tokens <= len(self.prompt_token_ids)
 
     @property
     def next_to_score(self) -> int | None:

@@ -53,8 +53,8 @@ class Admission:
 class StepPlan:
     """One step. `copies` are (from page, to page), `new_pages` are (slot, index in its table, page).
 
-    `num_tokens`, `num_sampled` and `only_greedy` (every token to be sampled is just the largest logit's) are those of
-    the entries.
+    `num_tokens`, `num_sampled`, `only_greedy` (every token to be sampled is just the largest logit's) and `wants_rows`
+    (some request wants log-probabilities besides those that the head gives) are those of the entries.
     """
 
     entries: list[PlanEntry] = field(default_factory=list)
@@ -64,13 +64,16 @@ class StepPlan:
     num_tokens: int = 0
     num_sampled: int = 0
     only_greedy: bool = True
+    wants_rows: bool = False
 
     def add(self, entry: PlanEntry) -> None:
+        request = entry.request
         self.entries.append(entry)
         self.num_tokens += entry.count
+        self.wants_rows |= request.wants_rows
         if entry.sample:
             self.num_sampled += 1
-            self.only_greedy = self.only_greedy and entry.request.params.only_greedy
+            self.only_greedy &= request.only_greedy
 
     def __bool__(self) -> bool:
         return bool(self.entries)
