@@ -64,7 +64,7 @@ def requests_for(vocab: int, count: int, seed: int = 0, longest: int = 150, max_
             top_k=20 if index % 7 == 0 else 0,
             seed=index,
             max_tokens=source.randint(1, max_tokens),
-            logprobs=2,
+            logprobs=-1 if index == 9 else 2,
             n=3 if index % 4 == 2 else 1,
             repetition_penalty=1.3 if index % 6 == 1 else 1.0,
             frequency_penalty=0.5 if index % 8 == 2 else 0.0,

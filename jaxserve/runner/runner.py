@@ -31,7 +31,7 @@ _COPIES = 8  # page copies in one call; more take several calls
 
 class StepResult(NamedTuple):
     """A step's results on the host: `finite` per query row; `tokens` and `logprobs` (None after a greedy head) per
-    sampled row; `scores` and `whole` per row asked for."""
+    sampled row; `scores` and `whole` per row asked for, junk behind."""
 
     finite: np.ndarray
     tokens: np.ndarray
@@ -180,7 +180,7 @@ class Runner:
             packed = np.zeros(size, np.int32)
             some = rows[first : first + size]
             packed[: len(some)] = some
-            parts.append(self.compiler.get(self._score_all_program())(self.weights, hidden, packed)[: len(some)])
+            parts.append(self.compiler.get(self._score_all_program())(self.weights, hidden, packed))
         return parts
 
     def replace_weights(self, replace: Callable[[list[Weights]], Weights]) -> None:

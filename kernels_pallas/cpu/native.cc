@@ -1,6 +1,6 @@
-// Products and paged attention for CPUs whose XLA emulates bfloat16: two functions called through XLA's FFI.
+// Products, norms and paged attention for CPUs, called through XLA's FFI.
 //
-// Both rest on one rule: every element of a product is a single chain of fused multiply-adds in float32 over
+// All rest on one rule: every element of a product is a single chain of fused multiply-adds in float32 over
 // k = 0, 1, 2, ... A chain may be interrupted (stored and loaded again, which is exact) but never split. So an
 // element's bits depend neither on the number of rows nor on blocks, threads or the width of a vector register.
 //
