@@ -189,19 +189,22 @@ def readme_blocks():
     return re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_options_in_the_readme_exist(capsys, no_model):
+def test_options_in_the_readme_exist(capsys, no_model, monkeypatch):
     """The commands of the README's code blocks parse; they are stopped where the model would be loaded."""
+    converted = []
+    monkeypatch.setattr("jaxserve.checkpoint.convert.convert", lambda *given, **options: converted.append(given))
     blocks = [text for language, text in readme_blocks() if not language]
     commands = [line.split("#")[0] for block in blocks for line in block.splitlines() if "bin/jaxserve " in line]
     assert len(commands) >= 5
     for command in commands:
         arguments = shlex.split(command.partition("bin/jaxserve ")[2])
         arguments = [str(ROOT / part) if part.endswith(".yaml") else part for part in arguments]
-        if arguments[0] in ("info", "convert"):  # these start no engine; the README's model file is not there
-            assert main(arguments) == (arguments[0] == "convert")
+        if arguments[0] in ("info", "convert"):  # these start no engine
+            assert main(arguments) == 0
             continue
         with pytest.raises(AssertionError, match="an engine was started"):
             main(arguments)
+    assert len(converted) == 1
 
 
 def test_names_in_the_readmes_python_exist():
