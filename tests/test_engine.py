@@ -26,15 +26,7 @@ LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def shared():
-    """In float32 there are few buckets (64, 128 and 256 tokens, 64 rows), so little is compiled."""
-    with Engine(
-        decoder=tiny_decoder("float32"),
-        text=byte_tokenizer(VOCAB),
-        num_pages=512,
-        max_num_seqs=32,
-        max_num_batched_tokens=256,
-        deterministic=True,
-    ) as engine:
+    with tiny_engine("float32", text=byte_tokenizer(VOCAB)) as engine:
         yield engine
 
 

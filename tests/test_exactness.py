@@ -25,7 +25,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 VOCAB = 300
 
 
-# float32 has other buckets, so its programs take as long again to compile; one test of it is in the quick tier.
+# float32 has programs of its own, which take as long again to compile; one test of it is in the quick tier.
 @pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def dtype(request):
     return request.param

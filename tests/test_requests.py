@@ -9,7 +9,7 @@ import pytest
 from checkpoint_tools import byte_tokenizer
 from engine_tools import assert_same, run, tiny_decoder, tiny_engine
 
-from jaxserve import Engine, SamplingParams
+from jaxserve import SamplingParams
 
 VOCAB, EOS = 300, 7
 PROMPT = list(range(20, 60))
@@ -17,14 +17,7 @@ PROMPT = list(range(20, 60))
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(
-        decoder=tiny_decoder("float32"),
-        text=byte_tokenizer(VOCAB),
-        num_pages=512,
-        max_num_seqs=32,
-        max_num_batched_tokens=256,
-        deterministic=True,
-    ) as engine:
+    with tiny_engine("float32", text=byte_tokenizer(VOCAB)) as engine:
         yield engine
 
 
@@ -118,14 +111,7 @@ def test_each_alone_gives_the_same_bits(engine, mixed):
 
 def test_and_when_they_preempt_each_other(mixed):
     requests, results = mixed
-    options = {"num_pages": 32, "max_model_len": 512}  # the results need three pages each
-    with Engine(
-        decoder=tiny_decoder("float32"),
-        max_num_seqs=32,
-        max_num_batched_tokens=256,
-        deterministic=True,
-        **options,
-    ) as engine:
+    with tiny_engine("float32", num_pages=32, max_model_len=512) as engine:
         long = [(prompt, replace(params, max_tokens=60)) for prompt, params in requests]
         found = run(engine, long)
         assert engine.stats()["num_preemptions"] >= 3

@@ -4,18 +4,16 @@ import math
 
 import pytest
 from checkpoint_tools import byte_tokenizer
-from engine_tools import tiny_decoder
+from engine_tools import tiny_engine
 
-from jaxserve import LLM, Engine, SamplingParams
+from jaxserve import LLM, SamplingParams
 
 VOCAB = 300
 
 
 @pytest.fixture(scope="module")
 def llm():
-    engine = Engine(
-        decoder=tiny_decoder("float32"), text=byte_tokenizer(VOCAB), num_pages=512, max_num_seqs=32, deterministic=True
-    )
+    engine = tiny_engine("float32", text=byte_tokenizer(VOCAB))
     with LLM(engine=engine) as llm:
         yield llm
 

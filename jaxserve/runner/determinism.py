@@ -1,8 +1,9 @@
 """Whether a row's bits depend on its company: where that is proven, and a test of it on this machine.
 
-`deterministic` rests on three things: buckets with at least `smallest_bucket` rows, KV blocks of a fixed size
-counted from position 0 (paged attention), and reductions over fixed axes. The first is a measured property of
-XLA's products, so it is listed per backend, dtype and JAX version, and tested at every start.
+`deterministic` rests on three things: products whose rows do not depend on each other, KV blocks of a fixed size
+counted from position 0 (paged attention), and reductions over fixed axes. The first holds by construction for native
+products; for XLA's it is a measured property of buckets with at least `smallest_bucket` rows. So it is listed per
+backend, dtype and JAX version, and tested at every start.
 """
 
 from functools import partial

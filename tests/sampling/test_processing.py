@@ -14,6 +14,14 @@ from jaxserve.sampling_params import SamplingParams
 
 VOCAB, SLOTS, MAX_LEN = 24, 6, 300
 STOPS = {5, 6}
+EVERYTHING = SamplingParams(
+    repetition_penalty=1.7,
+    presence_penalty=1,
+    frequency_penalty=1,
+    logit_bias={3: 5},
+    bad_words=["1 2"],
+    min_tokens=9,
+)
 
 admit = jax.jit(slots_module.admit)
 set_tables = jax.jit(slots_module.set_tables)
@@ -111,15 +119,7 @@ def test_every_row_is_its_own_definition_bit_for_bit(requests, source):
 
 
 def test_a_request_that_asks_for_nothing_keeps_its_bits_beside_one_that_asks_for_everything():
-    everything = SamplingParams(
-        repetition_penalty=1.7,
-        presence_penalty=1,
-        frequency_penalty=1,
-        logit_bias={3: 5},
-        bad_words=["1 2"],
-        min_tokens=9,
-    )
-    requests = [(SamplingParams(), [1, 2], [3, 3]), (everything, [1, 2], [3, 1])]
+    requests = [(SamplingParams(), [1, 2], [3, 3]), (EVERYTHING, [1, 2], [3, 1])]
     logits = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32)
     found, _ = processed(requests, logits, [0, 1])
     np.testing.assert_array_equal(found[0], logits[0])
@@ -179,15 +179,7 @@ def test_more_stop_tokens_than_a_slot_holds_are_refused_with_min_tokens_only():
 
 
 def test_works_under_x64():
-    asked = SamplingParams(
-        repetition_penalty=1.7,
-        presence_penalty=1,
-        frequency_penalty=1,
-        logit_bias={3: 5},
-        bad_words=["1 2"],
-        min_tokens=9,
-    )
-    requests = [(asked, [1, 2], [3, 1]), (SamplingParams(), [1], [2])]
+    requests = [(EVERYTHING, [1, 2], [3, 1]), (SamplingParams(), [1], [2])]
     logits = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32)
     expected, _ = processed(requests, logits, [0, 1])
     with jax.enable_x64(True):
