@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, no_type_check
 
-from jaxserve.validation import check_names, is_integer, is_number, require
+from jaxserve.validation import check_names, is_integer, is_number, lone_surrogate, require
 
 MAX_LOGPROBS = 20
 MAX_BRANCHES = 128
@@ -169,10 +169,10 @@ class SamplingParams:
             rule = "a list or tuple of texts that are not empty" + (", or one such text" if field == "stop" else "")
             filled = (lambda text: text.strip()) if field == "bad_words" else bool  # a space may end a text
             valid = isinstance(texts, list | tuple) and all(isinstance(t, str) and filled(t) for t in texts)
-            require(valid and all(map(_is_unicode, texts)), field, getattr(self, field), rule)
+            require(valid and all(lone_surrogate(text) is None for text in texts), field, getattr(self, field), rule)
             object.__setattr__(self, field, tuple(texts))
         salt = "" if self.cache_salt is None else self.cache_salt
-        require(isinstance(salt, str) and _is_unicode(salt), "cache_salt", salt, "a text")
+        require(isinstance(salt, str) and lone_surrogate(salt) is None, "cache_salt", salt, "a text")
         object.__setattr__(self, "cache_salt", salt)
 
 
@@ -181,15 +181,6 @@ def _as_id(key: Any) -> int | None:
     if isinstance(key, str) and key.isascii() and key.isdigit():
         key = int(key)
     return key if is_integer(key) and 0 <= key <= INT32_MAX else None
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether the text holds no lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def child_seed(seed: int, index: int) -> int:

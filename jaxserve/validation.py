@@ -39,3 +39,12 @@ def is_integer(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Whether the value is a finite int or float that is not a bool."""
     return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def lone_surrogate(text: str) -> int | None:
+    """Where the text holds half of a surrogate pair, which no encoding can write; None for valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.sharding import parameter_sharding
-from jaxserve.models.weights import abstract_decoder, decoder_leaves
+from jaxserve.models.weights import assemble, decoder_leaves
 from jaxserve.runner.weights import Weights, parameter_names, tied_head
 from jaxserve.validation import is_integer, require
 
@@ -79,8 +79,7 @@ def own_decoder(model: Decoder, *, dtype, mesh: jax.sharding.Mesh | None, copy: 
         _placed(value, dtype, device if mesh is None else parameter_sharding(mesh, path), copy)
         for path, value in named_parameters(model, model.config).items()
     ]
-    graph, state = nnx.split(abstract_decoder(model.config))
-    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), jax.block_until_ready(arrays)))
+    return assemble(model.config, jax.block_until_ready(arrays))
 
 
 def replaced(weights: list[Weights], config: ModelConfig, params: dict[str, Any], *, copy: bool) -> Weights:

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from jaxserve.text.decoding import TokenDecoding
+from jaxserve.validation import lone_surrogate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json with merges.txt")
 _TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
@@ -101,13 +102,10 @@ class Tokenizer:
 
 def check_unicode(text: str, field: str) -> None:
     """Raise a ValueError that names `field` and the place if there is a lone surrogate in `text`."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = f"U+{ord(text[error.start]):04X}"
-        raise ValueError(
-            f"{field} must be valid Unicode: there is a lone surrogate, {code}, at position {error.start}"
-        ) from None
+    place = lone_surrogate(text)
+    if place is not None:
+        code = f"U+{ord(text[place]):04X}"
+        raise ValueError(f"{field} must be valid Unicode: there is a lone surrogate, {code}, at position {place}")
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
