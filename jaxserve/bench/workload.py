@@ -102,13 +102,18 @@ CASES: dict[str, list[Item]] = {
     "batch 1": fixed(1),
     "batch 8": fixed(8),
     "batch 32": fixed(32),
+    "context 512": fixed(8, 448),
+    "context 2,048": fixed(4, 1984),
 }
+WARM_UP = fixed(2, 16, 8)
 
 
 def measure(name: str, run: Callable[[list[Item]], None], cases: list[str], repeats: int) -> None:
-    """Print output tokens per second for each case: the best of `repeats` after one warm-up."""
+    """Print output tokens per second for each case: the best of `repeats`; with more than one, after one for warm-up."""
+    run(WARM_UP)
     for case in cases:
-        run(CASES[case])
+        if repeats > 1:
+            run(CASES[case])
         best = min(seconds(run, CASES[case]) for _ in range(repeats))
         print(rate_line(name, case, CASES[case], best), flush=True)
 
