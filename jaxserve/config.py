@@ -13,12 +13,64 @@ LINEAR_BACKENDS = ("auto", "xla", "native")
 SCHEDULING_POLICIES = ("fcfs", "priority", "static")
 COMPILE_MODES = ("lazy", "warmup")
 GENERATION_CONFIGS = ("auto", "none")
+SPECULATIVE_METHODS = ("ngram", "draft_model")
+LENGTH_CONTROLS = ("auto", "fixed")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+MAX_DRAFT_TOKENS = 15  # with the token before them a decode tile of 16 rows
 
 
 def cache_folder() -> Path:
     """Where converted models and compiled programs are kept: `JAXSERVE_CACHE`, or ~/.cache/jaxserve."""
     return Path(os.environ.get("JAXSERVE_CACHE") or "~/.cache/jaxserve").expanduser().absolute()
+
+
+@no_type_check  # it checks itself: the tests' type checker would come first with another error
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How draft tokens are proposed and how many are verified in a step. The output does not depend on it.
+
+    Attributes:
+        method: `ngram` proposes what followed the last tokens when they last occurred (prompt lookup); `draft_model`
+            lets a smaller model of the same vocabulary go ahead.
+        model: `draft_model`: its name, as `EngineConfig.model`.
+        num_speculative_tokens: the most draft tokens of a request in a step.
+        length_control: `auto` chooses a length for each request and step by what its drafts were accepted and by what
+            a row of the step costs, `fixed` always takes `num_speculative_tokens`.
+        draft_lengths: the lengths that `auto` chooses from, besides `num_speculative_tokens`.
+        prompt_lookup_min: `ngram`: the fewest tokens that must have occurred before.
+        prompt_lookup_max: `ngram`: the most tokens that are looked for.
+    """
+
+    method: str
+    model: str | None = None
+    num_speculative_tokens: int = 7
+    length_control: str = "auto"
+    draft_lengths: tuple[int, ...] = (0, 1, 3, 7)
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+
+    def __post_init__(self):
+        for name, values in (("method", SPECULATIVE_METHODS), ("length_control", LENGTH_CONTROLS)):
+            _one_of(self, name, values)
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            _positive(self, name)
+        valid = self.model is None or (self.method == "draft_model" and isinstance(self.model, str | Path))
+        require(valid, "model", self.model, "the name of a model with method='draft_model', and None otherwise")
+        most = self.num_speculative_tokens
+        require(most <= MAX_DRAFT_TOKENS, "num_speculative_tokens", most, f"at most {MAX_DRAFT_TOKENS}")
+        rule = f"at least prompt_lookup_min={self.prompt_lookup_min}"
+        require(self.prompt_lookup_max >= self.prompt_lookup_min, "prompt_lookup_max", self.prompt_lookup_max, rule)
+        lengths = self.draft_lengths
+        valid = isinstance(lengths, list | tuple) and all(is_integer(k) and k >= 0 for k in lengths)
+        rule = "integers of at least 0, ascending"
+        require(valid and list(lengths) == sorted(set(lengths)), "draft_lengths", lengths, rule)
+        object.__setattr__(self, "draft_lengths", tuple(lengths))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "SpeculativeConfig":
+        """Builds from outside data; an unknown name is refused with the nearest right one."""
+        check_names(cls, values)
+        return cls(**values)
 
 
 @no_type_check  # it checks itself: the tests' type checker would come first with another error
@@ -56,6 +108,7 @@ class EngineConfig:
         seed: what requests without a seed of their own derive theirs from.
         compile: `lazy` compiles a shape when it is first used, `warmup` all of them at start.
         compilation_cache_dir: None is a folder in the cache folder, "" switches the persistent cache off.
+        speculative_config: a `SpeculativeConfig` or a dict of its fields turns speculative decoding on.
         mesh: a `jax.sharding.Mesh` with the axis "model" to split the model over; None is one device.
     """
 
@@ -80,26 +133,27 @@ class EngineConfig:
     seed: int = 0
     compile: str = "lazy"
     compilation_cache_dir: str | None = None
+    speculative_config: SpeculativeConfig | None = None
     mesh: Any = None
 
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens"):
-            self._positive(name)
+            _positive(self, name)
         for name in ("max_model_len", "num_pages"):
             if getattr(self, name) is not None:
-                self._positive(name)
-        self._one_of("dtype", DTYPES)
-        self._one_of("compile", COMPILE_MODES)
-        self._one_of("generation_config", GENERATION_CONFIGS)
-        self._one_of("scheduling_policy", SCHEDULING_POLICIES)
+                _positive(self, name)
+        _one_of(self, "dtype", DTYPES)
+        _one_of(self, "compile", COMPILE_MODES)
+        _one_of(self, "generation_config", GENERATION_CONFIGS)
+        _one_of(self, "scheduling_policy", SCHEDULING_POLICIES)
         aging = self.priority_aging_s
         rule = "a number above 0 or None, and None unless scheduling_policy is 'priority'"
         valid = is_number(aging) and aging > 0 and self.scheduling_policy == "priority"
         require(aging is None or valid, "priority_aging_s", aging, rule)
-        self._one_of("attention_backend", ATTENTION_BACKENDS)
-        self._one_of("linear_backend", LINEAR_BACKENDS)
-        self._one_of("page_size", PAGE_SIZES)
-        self._one_of("deterministic", ("auto", True, False))
+        _one_of(self, "attention_backend", ATTENTION_BACKENDS)
+        _one_of(self, "linear_backend", LINEAR_BACKENDS)
+        _one_of(self, "page_size", PAGE_SIZES)
+        _one_of(self, "deterministic", ("auto", True, False))
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         share = self.memory_utilization
@@ -110,6 +164,12 @@ class EngineConfig:
             value = getattr(self, name)
             require(value is None or isinstance(value, str | Path), name, value, "a string, a path or None")
             require(value != "" or name == "compilation_cache_dir", name, value, "the name of something, or None")
+        speculative = self.speculative_config
+        if isinstance(speculative, dict):
+            speculative = SpeculativeConfig.from_dict(speculative)
+            object.__setattr__(self, "speculative_config", speculative)
+        valid = speculative is None or isinstance(speculative, SpeculativeConfig)
+        require(valid, "speculative_config", speculative, "a SpeculativeConfig, a dict of its fields or None")
         mesh = self.mesh  # told by its attribute: this module knows no JAX
         require(mesh is None or hasattr(mesh, "axis_names"), "mesh", mesh, "a jax.sharding.Mesh or None")
 
@@ -125,14 +185,16 @@ class EngineConfig:
             return cache_folder() / "compiled"
         return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
 
-    def _positive(self, name: str) -> None:
-        value = getattr(self, name)
-        require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
 
-    def _one_of(self, name: str, choices: tuple) -> None:
-        value = getattr(self, name)
-        if any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
-            return
-        near = nearest_name(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
-        hint = f" (did you mean {near!r}?)" if near else ""
-        require(False, name, value, f"one of {', '.join(map(repr, choices))}{hint}")
+def _positive(config: Any, name: str) -> None:
+    value = getattr(config, name)
+    require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
+
+
+def _one_of(config: Any, name: str, choices: tuple) -> None:
+    value = getattr(config, name)
+    if any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+        return
+    near = nearest_name(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
+    hint = f" (did you mean {near!r}?)" if near else ""
+    require(False, name, value, f"one of {', '.join(map(repr, choices))}{hint}")

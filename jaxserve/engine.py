@@ -8,6 +8,7 @@ One step, with host work overlapped (`async_scheduling`):
 """
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, NamedTuple, no_type_check
 
 from jaxserve import startup, weights_update
@@ -21,7 +22,9 @@ from jaxserve.runner.inputs import Runs
 from jaxserve.runner.runner import StepHandle, StepResult
 from jaxserve.runner.slots import pack_admission
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler.scheduler import Admission, PlanEntry, SchedulerStats, StepPlan
+from jaxserve.scheduler.plan import Admission, PlanEntry, StepPlan
+from jaxserve.scheduler.scheduler import SchedulerStats
+from jaxserve.speculative.acceptance import NO_DRAFT
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -31,13 +34,14 @@ class InFlight(NamedTuple):
     plan: StepPlan
     wanted: WantedRows
     handle: StepHandle
+    dispatched_at: float  # perf_counter
 
 
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls it.
 
-    Options are those of `EngineConfig`, as one object or as keywords. `model` and `tokenizer` take the place of
-    what `config.model` names.
+    Options are those of `EngineConfig`, as one object or as keywords. `decoder`, `text` and `draft_decoder` take the
+    place of what `config.model`, `config.tokenizer` and `config.speculative_config.model` name.
     """
 
     def __init__(
@@ -46,12 +50,13 @@ class Engine:
         *,
         decoder: Decoder | None = None,
         text: Tokenizer | None = None,
+        draft_decoder: Decoder | None = None,
         **options,
     ):
         if config is not None and options:
             raise TypeError(f"give either a config or options, not both: {', '.join(options)}")
         self.config = config or EngineConfig.from_dict(options)
-        parts = startup.start(self.config, decoder, text)
+        parts = startup.start(self.config, decoder, text, draft_decoder)
         self.tokenizer = parts.tokenizer
         self.model_config = parts.model_config
         self.max_model_len = parts.max_model_len
@@ -60,6 +65,8 @@ class Engine:
         self.scheduler = parts.scheduler
         self.runner = parts.runner
         self._inputs = parts.input_processor
+        self._drafts = parts.length_controller
+        self._last_arrival = 0.0
         self._outputs = OutputProcessor(self.tokenizer)
         self._groups: dict[str, RequestGroup] = {}
         self._in_flight: InFlight | None = None
@@ -143,7 +150,7 @@ class Engine:
             else:
                 arrived = dispatched
         if arrived is not None:
-            self._process(arrived.plan, arrived.wanted, arrived.handle.result())
+            self._take_in(arrived)
         outputs, self._pending = self._pending, []
         return outputs
 
@@ -159,7 +166,8 @@ class Engine:
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
         wanted = wanted_rows(plan)
         extras = {"greedy": plan.only_greedy, "scores": wanted.scores, "whole": wanted.whole}
-        return InFlight(plan, wanted, self.runner.run(Runs.of_columns(columns), plan.new_pages, **extras))
+        handle = self.runner.run(Runs.of_columns(columns), plan.new_pages, **extras)
+        return InFlight(plan, wanted, handle, perf_counter())
 
     def _admit(self, a: Admission) -> None:
         request = a.request
@@ -180,30 +188,46 @@ class Engine:
         if request.tables is not None:
             self.runner.set_tables(a.slot, request.tables)
 
+    def _take_in(self, arrived: InFlight) -> None:
+        """Wait for a step and process what it yielded."""
+        plan, result = arrived.plan, arrived.handle.result()
+        if self._drafts is not None:
+            now, started = perf_counter(), max(arrived.dispatched_at, self._last_arrival)
+            self._last_arrival = now
+            if plan.num_sampled == plan.num_tokens:  # every row decodes
+                reported = result.tokens[: plan.num_sampled]
+                rows = int((reported != NO_DRAFT).sum()) if self.runner.step.compacts else plan.num_tokens
+                self._drafts.observe_step(rows, int((reported >= 0).sum()), now - started)
+        self._process(plan, arrived.wanted, result)
+
     def _process(self, plan: StepPlan, wanted: WantedRows, result: StepResult) -> None:
         """Hand each entry's result to its request and note what is new."""
         new: dict[str, list[CompletionOutput]] = {}
         row = sampled_row = 0
         all_finite, tokens = bool(result.finite[: plan.num_tokens].all()), result.tokens.tolist()
         for entry in plan.entries:
-            request = entry.request
-            finite = all_finite or bool(result.finite[row : row + entry.count].all())
-            row += entry.count
-            token = tokens[sampled_row] if entry.sample else None
+            request, _, _, count, sample, drafts = entry
+            sampled: list[int] = []
+            if sample:
+                sampled = tokens[sampled_row : sampled_row + 1 + drafts]
+                if drafts:
+                    sampled = sampled[: self._drafts.observe(request, sampled)]
+            finite = all_finite or bool(result.finite[row : row + count + max(len(sampled) - 1, 0)].all())
             if wanted.prompts and finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
                 self._outputs.score(request, wanted.prompts[request], result)
             ended = request.finish_reason
-            took = self.scheduler.complete(entry, token, finite)
-            if took:
+            taken = self.scheduler.complete(entry, sampled, finite)
+            if taken:
                 whole = wanted.sampled_whole.get(request, -1) if wanted.sampled_whole else -1
-                output = self._output(request, token, result, sampled_row, whole)
+                output = self._output(request, sampled[:taken], result, sampled_row, whole)
                 new.setdefault(request.request_id, []).append(output)
             elif request.finish_reason == "error":
                 self._fail(entry, new)
             elif request.finish_reason != ended:  # nothing was to be sampled
                 output = CompletionOutput(request.index, finish_reason=request.finish_reason)
                 new.setdefault(request.request_id, []).append(output)
-            sampled_row += entry.sample
+            row += count + drafts
+            sampled_row += sample + drafts
         self._pending += [
             self._report(group, deltas) for request_id, deltas in new.items() if (group := self._groups.get(request_id))
         ]
@@ -217,12 +241,14 @@ class Engine:
             ended = [delta for delta in new.pop(request.request_id, ()) if delta.finish_reason is not None]
             self._end(group, "error", request.error, ended)
 
-    def _output(self, request: Request, token: int, result: StepResult, row: int, whole: int) -> CompletionOutput:
-        self._counters.generation_tokens += 1
-        output = self._outputs.completion(request, token, result, row, whole)
+    def _output(
+        self, request: Request, tokens: list[int], result: StepResult, row: int, whole: int
+    ) -> CompletionOutput:
+        output = self._outputs.completion(request, tokens, result, row, whole)
+        self._counters.generation_tokens += len(output.token_ids)
         if output.finish_reason is not None and request.state is not RequestState.FINISHED:
             self.scheduler.finish(request)  # a stop string: known only now
-        output.weights_versions = [self.weights_version]
+        output.weights_versions = [self.weights_version] * len(output.token_ids)
         return output
 
     def _report(self, group: RequestGroup, deltas: list[CompletionOutput]) -> RequestOutput:
@@ -287,7 +313,7 @@ class Engine:
             if arrived is None:
                 plan, self._planned = self._planned, None
                 arrived = self._dispatch(plan)
-            self._process(arrived.plan, arrived.wanted, arrived.handle.result())
+            self._take_in(arrived)
 
     # ---- state ------------------------------------------------------------------------------------------
 
@@ -302,6 +328,7 @@ class Engine:
             "prefix_cache_queries": scheduler.stats.prefix_cache_queries,
             "prefix_cache_hits": scheduler.stats.prefix_cache_hits,
             **self._counters.stats(),
+            **(self._drafts.stats() if self._drafts is not None else {}),
             "compilations": compiler.num_compiled + compiler.num_loaded,
             "compilations_from_cache": compiler.num_loaded,
             "compilations_after_warmup": compiler.num_after_warmup,
@@ -315,6 +342,8 @@ class Engine:
         """Count from zero again, for measurements; compilations are still counted from the start."""
         self._counters = startup.Counters()
         self.scheduler.stats = SchedulerStats()
+        if self._drafts is not None:
+            self._drafts.reset_counts()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless free + cached + owned pages are all pages and no slot is lost."""

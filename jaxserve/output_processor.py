@@ -10,7 +10,7 @@ from jaxserve.request import Request
 from jaxserve.runner.inputs import ScoreRow
 from jaxserve.runner.runner import StepResult
 from jaxserve.sampling.logprobs import Logprobs
-from jaxserve.scheduler.scheduler import StepPlan
+from jaxserve.scheduler.plan import StepPlan
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.stop_strings import StopStrings
 from jaxserve.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class WantedRows(NamedTuple):
     scores: list[ScoreRow]
     whole: list[int]  # query rows after which the whole vocabulary is wanted
     prompts: dict[Request, PromptRows]
-    sampled_whole: dict[Request, int]  # where in `whole` the sampled token's vocabulary stands
+    sampled_whole: dict[Request, int]  # where in `whole` the vocabulary of the first sampled token stands
 
 
 def wanted_rows(plan: StepPlan) -> WantedRows:
@@ -54,7 +54,8 @@ def wanted_rows(plan: StepPlan) -> WantedRows:
         row += entry.count
         if entry.sample and request.params.logprobs == -1:
             wanted.sampled_whole[request] = len(wanted.whole)
-            wanted.whole.append(row - 1)
+            wanted.whole.extend(range(row - 1, row + entry.drafts))
+        row += entry.drafts
     return wanted
 
 
@@ -66,25 +67,29 @@ class RequestText:
         self._request = request
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self.stopped = False  # by a stop string
 
-    def push(self, token: int) -> str:
-        """The text that has become certain with this token; a stop string in it ends the request.
+    def push(self, token: int, num_output_tokens: int, *, last: bool) -> str:
+        """The text that has become certain with this token, the `num_output_tokens`-th of the output; a stop string in
+        it ends the request.
 
-        What ended the request by its id is part of the text only if `include_stop_str_in_output`.
+        `last`: what ended the request is known of this token by its id. It is then part of the text only if
+        `include_stop_str_in_output`.
         """
         request = self._request
-        ended = request.finish_reason is not None
-        by_id = request.finish_reason == "stop"
+        ended = last and request.finish_reason is not None
+        by_id = ended and request.finish_reason == "stop"
         shown = [] if by_id and not request.params.include_stop_str_in_output else [token]
         text = self._detokenizer.push(shown)
         if ended:
             text += self._detokenizer.flush()
         if self._stops is None:
             return text
-        may_stop = not by_id and len(request.token_ids) - request.num_prompt_tokens > request.params.min_tokens
+        may_stop = not by_id and num_output_tokens > request.params.min_tokens
         certain = self._stops.push(text, may_stop=may_stop)
         if certain.stop is not None:
             request.finish_reason, request.stop_reason = "stop", certain.stop
+            self.stopped = True
             return certain.text
         return certain.text + (self._stops.flush() if ended else "")
 
@@ -115,20 +120,37 @@ class OutputProcessor:
         text = self._texts.get(request)
         return "" if text is None else text.flush()
 
-    def completion(self, request: Request, token: int, result: StepResult, row: int, whole: int) -> CompletionOutput:
-        """What a sampled token adds; `row` of the sampled rows, `whole` of those with the whole vocabulary.
+    def completion(
+        self, request: Request, tokens: list[int], result: StepResult, row: int, whole: int
+    ) -> CompletionOutput:
+        """What the tokens add that a request has just taken; the first stands in `row` of the sampled rows and in
+        `whole` of those with the whole vocabulary.
 
-        May set the request's finish_reason, if a stop string is complete.
+        A stop string may end the request here: it then gives back the tokens behind it.
         """
         text = self._texts.get(request)
-        pushed = "" if text is None else text.push(token)  # it may end the request
-        output = CompletionOutput(request.index, pushed, [token], None, None, request.finish_reason)
+        pushed = ""
+        if text is not None:
+            before = len(request.token_ids) - request.num_prompt_tokens - len(tokens)
+            for index, token in enumerate(tokens, 1):
+                pushed += text.push(token, before + index, last=index == len(tokens))
+                if text.stopped:
+                    surplus = len(tokens) - index
+                    if surplus:
+                        del request.token_ids[-surplus:], tokens[-surplus:]
+                    break
+        output = CompletionOutput(request.index, pushed, tokens, None, None, request.finish_reason)
         output.stop_reason = request.stop_reason
         wanted = request.params.logprobs
         if wanted is not None:
-            everything = result.whole[whole] if wanted < 0 else None
-            output.logprobs = [self._logprobs(token, result.logprobs, row, wanted, everything)]
-            output.cumulative_logprob = output.logprobs[0][token].logprob
+            everything = (lambda index: result.whole[whole + index]) if wanted < 0 else lambda index: None
+            output.logprobs = [
+                self._logprobs(token, result.logprobs, row + index, wanted, everything(index))
+                for index, token in enumerate(tokens)
+            ]
+            output.cumulative_logprob = sum(
+                entry[token].logprob for entry, token in zip(output.logprobs, tokens, strict=True)
+            )
         return output
 
     def score(self, request: Request, rows: PromptRows, result: StepResult) -> None:

@@ -45,7 +45,8 @@ class CompletionOutput:
         self.weights_versions += delta.weights_versions
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + delta.cumulative_logprob
+            for token, entry in zip(delta.token_ids, delta.logprobs, strict=True):  # in one order, however they came
+                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + entry[token].logprob
         self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
 
 

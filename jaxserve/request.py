@@ -16,6 +16,7 @@ from jaxserve.cache.block_pool import page_hash
 from jaxserve.outputs import Logprob
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.speculative.acceptance import Acceptance
 
 
 class RequestState(Enum):
@@ -31,7 +32,9 @@ class Request:
 
     `num_computed` counts positions whose keys and values are computed by dispatched steps; `num_in_flight`
     counts sampled tokens that exist on the device but have not reached the host. `num_confirmed` counts
-    computed positions whose step has arrived without an error: only those pages may be hashed. `stale`: some
+    computed positions whose step has arrived without an error: only those pages may be hashed. Both `num_computed`
+    and `num_in_flight` are lower bounds while `drafts_in_flight` draft tokens are verified: so many more there may be.
+    Positions before `writable` have pages that nobody else reads or can find. `stale`: some
     keys and values were computed with weights that have been replaced since, so no page may be hashed or shared.
     """
 
@@ -63,7 +66,10 @@ class Request:
     num_registered: int = 0
     write_start: int = 0
     num_in_flight: int = 0
+    drafts_in_flight: int = 0
     steps_in_flight: int = 0
+    writable: int = 0
+    draft_acceptance: Acceptance = field(default_factory=Acceptance)
     num_admissions: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of the tokens scored so far; None: not asked for

@@ -52,6 +52,7 @@ class SamplingParams:
         n: the number of continuations; each has a seed of its own (`child_seed`).
         priority: lower goes first, under the scheduling policy `priority`.
         cache_salt: cached prefixes are shared only between requests of the same salt.
+        speculative: False keeps a request without drafts where the engine speculates. The tokens are the same.
     """
 
     temperature: float = 1.0
@@ -78,13 +79,14 @@ class SamplingParams:
     n: int = 1
     priority: int = 0
     cache_salt: str = ""
+    speculative: bool = True
 
     def __post_init__(self):
         self._check_distribution()
         self._check_lengths()
         self._check_tokens()
         self._check_texts()
-        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative"):
             require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
         valid = is_integer(self.priority) and INT64_MIN <= self.priority <= INT64_MAX
         require(valid, "priority", self.priority, "an integer of 64 bits, sign included")

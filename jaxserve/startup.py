@@ -5,7 +5,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.cache.memory import CPU_TOKENS_PER_REQUEST, MemoryPlan, device_memory, plan_memory
 from jaxserve.checkpoint.hugging_face import dtype_of, read_config, read_generation_defaults
 from jaxserve.checkpoint.loading import load_decoder, model_folder
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, SpeculativeConfig
 from jaxserve.input_processor import InputProcessor
 from jaxserve.kernels_pallas.cpu.linear import NativeLinear, choose_linear
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend, choose_attention
@@ -30,8 +30,11 @@ from jaxserve.runner.runner import Runner
 from jaxserve.sampling.processing import bytes_per_slot
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import ROW_MULTIPLE, Buckets
+from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.policies import make_policy
-from jaxserve.scheduler.scheduler import Scheduler, StepPlan
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.speculative.length_control import LengthController
+from jaxserve.speculative.ngram import NgramProposer
 from jaxserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("jaxserve")
@@ -48,6 +51,7 @@ class Parts(NamedTuple):
     scheduler: Scheduler
     runner: Runner
     input_processor: InputProcessor
+    length_controller: LengthController | None
 
 
 class Model(NamedTuple):
@@ -75,6 +79,7 @@ class Prepared(NamedTuple):
     deterministic: bool
     not_proven: str | None
     buckets: Buckets
+    draft: Model | None
 
 
 @dataclass
@@ -111,35 +116,40 @@ class Counters:
         }
 
 
-def prepare(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None) -> Prepared:
+def prepare(
+    config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None, draft_decoder: Decoder | None = None
+) -> Prepared:
     """Everything that is decided before the weights are loaded. ValueError for options that do not go together."""
     model = _given(config, decoder, tokenizer) if decoder is not None else _named(config, tokenizer)
     if config.mesh is not None:
         check_mesh(model.config, config.mesh)
     wanted_len = _wanted_length(config, model.config)
-    layout = KVLayout(
-        model.config.num_layers,
-        model.config.num_kv_heads,
-        model.config.head_dim,
-        config.page_size,
-        model.dtype,
-    )
-    plan = _plan_memory(config, model, layout, wanted_len)
+    draft = _draft_model(config, model, draft_decoder)
+    layout = _layout(config, model)
+    if draft is not None:
+        layout = replace(layout, draft=_layout(config, draft))
+    plan = _plan_memory(config, model, draft, layout, wanted_len)
     max_len = _fit_length(config, wanted_len, plan)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_len:
         raise ValueError(
             f"max_num_batched_tokens={config.max_num_batched_tokens}: without enable_chunked_prefill it must be at "
             f"least max_model_len={max_len}, so that every prompt fits one step"
         )
-    attention = choose_attention(config.attention_backend, head_dim=model.config.head_dim, mesh=config.mesh)
+    if draft is not None:
+        _check_draft(draft, model, max_len)
+    head_dim = math.gcd(model.config.head_dim, draft.config.head_dim if draft is not None else 0)
+    attention = choose_attention(config.attention_backend, head_dim=head_dim, mesh=config.mesh)
     linear = choose_linear(config.linear_backend, model.dtype, config.mesh)
     decided = _buckets(config, jax.default_backend(), model.dtype, native_linear=linear is not None)
-    return Prepared(model, layout, plan, max_len, attention, linear, *decided)
+    return Prepared(model, layout, plan, max_len, attention, linear, *decided, draft)
 
 
-def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None) -> Parts:
+def start(
+    config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None, draft_decoder: Decoder | None = None
+) -> Parts:
     """Build everything that an engine needs. ValueError for options that do not go together."""
-    model, layout, plan, max_len, attention, linear, deterministic, _, buckets = prepare(config, decoder, tokenizer)
+    prepared = prepare(config, decoder, tokenizer, draft_decoder)
+    model, layout, plan, max_len, attention, linear, deterministic, _, buckets, draft = prepared
     _log.info("%s", plan)
     runner = Runner(
         model.load(),
@@ -152,6 +162,8 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         native_linear=linear,
         mesh=config.mesh,
         cache_dir=config.compilation_cache(),
+        proposer=_proposer(config.speculative_config),
+        draft=draft.load() if draft is not None else None,
     )
     if deterministic:
         ends = [(sizes[0], sizes[-1]) for sizes in (buckets.tokens, buckets.rows)]
@@ -159,6 +171,7 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         if differs is not None and config.deterministic is True:
             raise ValueError(f"deterministic=True: {differs}")
         deterministic = differs is None
+    controller = None if config.speculative_config is None else LengthController(config.speculative_config)
     scheduler = Scheduler(
         BlockPool(plan.num_pages, enable_prefix_caching=config.enable_prefix_caching),
         page_size=config.page_size,
@@ -169,6 +182,7 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         policy=make_policy(
             config.scheduling_policy, max_num_seqs=config.max_num_seqs, priority_aging_s=config.priority_aging_s
         ),
+        draft_lengths=controller,
     )
     if config.compile == "warmup":
         runner.warm_up(_progress)
@@ -180,7 +194,55 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         defaults=model.defaults,
         scheduling_policy=config.scheduling_policy,
     )
-    return Parts(model.tokenizer, model.config, max_len, deterministic, plan, scheduler, runner, inputs)
+    return Parts(model.tokenizer, model.config, max_len, deterministic, plan, scheduler, runner, inputs, controller)
+
+
+def _layout(config: EngineConfig, model: Model) -> KVLayout:
+    described = model.config
+    heads = described.num_kv_heads, described.head_dim
+    return KVLayout(described.num_layers, *heads, config.page_size, model.dtype)
+
+
+def _draft_model(config: EngineConfig, model: Model, decoder: Decoder | None) -> Model | None:
+    """The model that proposes tokens, in the dtype of the other one, whose pages it shares."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method != "draft_model":
+        if decoder is not None:
+            raise ValueError("draft_decoder: it is used with speculative_config.method='draft_model' only")
+        return None
+    if config.mesh is not None:
+        raise ValueError("speculative_config.method='draft_model': it must be another on a mesh: it runs on one device")
+    if decoder is not None:
+        if decoder.embed[...].dtype != model.dtype:
+            raise ValueError(f"draft_decoder: its dtype {decoder.embed[...].dtype} must be the model's {model.dtype}")
+        return Model(decoder.config, model.dtype, None, lambda: decoder)
+    if speculative.model is None:
+        raise ValueError("speculative_config.model=None: it must name a model with method='draft_model'")
+    folder = model_folder(speculative.model)
+    described = read_config(folder, max_model_len=config.max_model_len)
+    tokenizer = Tokenizer.from_folder(folder, vocab_size=described.vocab_size) if model.tokenizer is not None else None
+    load = lambda: load_decoder(folder, dtype=model.dtype, max_model_len=config.max_model_len)
+    return Model(described, model.dtype, tokenizer, load)
+
+
+def _check_draft(draft: Model, model: Model, max_len: int) -> None:
+    """ValueError unless a draft model's tokens are the model's and its context is long enough."""
+    own, other = model.config.vocab_size, draft.config.vocab_size
+    if own != other:
+        raise ValueError(f"speculative_config.model: its vocab_size={other} must be the model's {own}")
+    if draft.tokenizer is not None and draft.tokenizer.backend.get_vocab() != model.tokenizer.backend.get_vocab():
+        raise ValueError("speculative_config.model: its tokenizer must be the model's, and has other tokens")
+    longest = draft.config.max_position_embeddings
+    if longest < max_len:
+        raise ValueError(
+            f"max_model_len={max_len}: it must be at most max_position_embeddings={longest} of speculative_config.model"
+        )
+
+
+def _proposer(config: SpeculativeConfig | None) -> NgramProposer | None:
+    if config is None or config.method != "ngram":
+        return None
+    return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
 
 
 def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:
@@ -224,14 +286,18 @@ def _given(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) 
     return Model(decoder.config, decoder.embed[...].dtype, tokenizer, lambda: decoder)
 
 
-def _plan_memory(config: EngineConfig, model: Model, layout: KVLayout, longest: int) -> MemoryPlan:
+def _num_parameters(config: ModelConfig) -> int:
+    head = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0  # it is stored transposed, too
+    return head + sum(math.prod(leaf.shape) for leaf in decoder_leaves(config))
+
+
+def _plan_memory(config: EngineConfig, model: Model, draft: Model | None, layout: KVLayout, longest: int) -> MemoryPlan:
     itemsize = jnp.dtype(model.dtype).itemsize
-    parameters = sum(math.prod(leaf.shape) for leaf in decoder_leaves(model.config))
-    if model.config.tie_word_embeddings:
-        parameters += model.config.vocab_size * model.config.hidden_size  # the head is stored transposed
+    parameters = _num_parameters(model.config) + (_num_parameters(draft.config) if draft is not None else 0)
     rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    sampled = rows if config.speculative_config is None else max(rows, tokens)
     widest = 4 * (model.config.hidden_size + 2 * model.config.intermediate_size)
-    workspace = 4 * rows * model.config.vocab_size * 3 + 4 * tokens * widest
+    workspace = 4 * sampled * model.config.vocab_size * 3 + 4 * tokens * widest
     workspace += rows * bytes_per_slot(model.config.vocab_size)
     device = jax.local_devices()[0]
     return plan_memory(
@@ -261,7 +327,8 @@ def _buckets(
     config: EngineConfig, backend: str, dtype: jnp.dtype, *, native_linear: bool
 ) -> tuple[bool, str | None, Buckets]:
     """Whether to be deterministic, why not if that was wanted, and the shapes that go with it."""
-    make = lambda smallest: Buckets.make(config.max_num_batched_tokens, config.max_num_seqs, smallest)
+    limits, speculates = (config.max_num_batched_tokens, config.max_num_seqs), config.speculative_config is not None
+    make = lambda smallest: Buckets.make(*limits, smallest, speculates=speculates)
     if config.deterministic is False:
         return False, None, make(ROW_MULTIPLE)
     buckets = make(determinism.smallest_bucket(backend, dtype, native_linear=native_linear))

@@ -87,14 +87,17 @@ def replaced(weights: list[Weights], config: ModelConfig, params: dict[str, Any]
 
     `params` is what `named_parameters` returned. Returns when all copies are done.
     """
-    leaves, structure = jax.tree.flatten(weights.pop())
+    old = weights.pop()
+    draft, old = old.draft, old._replace(draft=None)  # a draft model keeps its own
+    leaves, structure = jax.tree.flatten(old)
+    del old
     for index, path in enumerate(jax.tree.leaves(parameter_names(config))):
         dtype, sharding = leaves[index].dtype, leaves[index].sharding
         leaves[index] = _placed(params[path], dtype, sharding, copy)
     if config.tie_word_embeddings:
         sharding = leaves[-1].sharding
         leaves[-1] = jax.device_put(tied_head(leaves[0]), sharding)
-    return jax.tree.unflatten(structure, jax.block_until_ready(leaves))
+    return jax.tree.unflatten(structure, jax.block_until_ready(leaves))._replace(draft=draft)
 
 
 def _placed(value: Any, dtype, sharding: jax.sharding.Sharding, copy: bool) -> jax.Array:

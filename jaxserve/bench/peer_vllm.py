@@ -39,10 +39,7 @@ def main() -> None:
     def run(work: list[Item]) -> None:
         llm.generate(
             [{"prompt_token_ids": item.prompt} for item in work],
-            [
-                SamplingParams(temperature=0, max_tokens=item.output, ignore_eos=True, detokenize=False)
-                for item in work
-            ],
+            [SamplingParams(temperature=0, max_tokens=item.output, ignore_eos=True, detokenize=False) for item in work],
             use_tqdm=False,
         )
 

@@ -109,7 +109,7 @@ WARM_UP = fixed(2, 16, 8)
 
 
 def measure(name: str, run: Callable[[list[Item]], None], cases: list[str], repeats: int) -> None:
-    """Print output tokens per second for each case: the best of `repeats`; with more than one, after one for warm-up."""
+    """Print output tokens per second for each case: the best of `repeats`, after one more if they are several."""
     run(WARM_UP)
     for case in cases:
         if repeats > 1:

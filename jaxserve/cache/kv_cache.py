@@ -27,13 +27,14 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Shape and size of the pool."""
+    """Shape and size of the pool. `draft` is that of a draft model's layers, which lie behind, under the same pages."""
 
     num_layers: int
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: jnp.dtype
+    draft: "KVLayout | None" = None
 
     def shape(self, num_pages: int) -> tuple[int, int, int, int, int]:
         return (num_pages, 2, self.kv_heads, self.page_size, self.head_dim)
@@ -41,7 +42,8 @@ class KVLayout:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page in all layers."""
-        return self.num_layers * 2 * self.kv_heads * self.page_size * self.head_dim * jnp.dtype(self.dtype).itemsize
+        own = self.num_layers * 2 * self.kv_heads * self.page_size * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return own + (self.draft.bytes_per_page if self.draft is not None else 0)
 
 
 KVCache = tuple[LayerKV, ...]
@@ -51,14 +53,16 @@ def abstract(layout: KVLayout, num_pages: int, mesh: jax.sharding.Mesh | None = 
     """The shapes of a pool, in its trees."""
     sharding = None if mesh is None else NamedSharding(mesh, PAGES_SPEC)
     pages = jax.ShapeDtypeStruct(layout.shape(num_pages), layout.dtype, sharding=sharding)
-    return tuple(LayerKV._make((pages, None)) for _ in range(layout.num_layers))
+    draft = abstract(layout.draft, num_pages, mesh) if layout.draft is not None else ()
+    return tuple(LayerKV._make((pages, None)) for _ in range(layout.num_layers)) + draft
 
 
 def allocate(layout: KVLayout, num_pages: int, mesh: jax.sharding.Mesh | None = None) -> KVCache:
     """A pool of zeros, split by kv_heads where a mesh is given."""
     sharding = None if mesh is None else NamedSharding(mesh, PAGES_SPEC)
     zeros = jax.jit(lambda: jnp.zeros(layout.shape(num_pages), layout.dtype), out_shardings=sharding)
-    return tuple(LayerKV(zeros()) for _ in range(layout.num_layers))
+    draft = allocate(layout.draft, num_pages, mesh) if layout.draft is not None else ()
+    return tuple(LayerKV(zeros()) for _ in range(layout.num_layers)) + draft
 
 
 def write(

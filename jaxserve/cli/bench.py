@@ -1,6 +1,9 @@
-"""`jaxserve bench throughput`: how fast the engine works off a batch of requests, and where capacity is wasted."""
+"""`jaxserve bench throughput`: how fast the engine works off a batch of requests, and where capacity is wasted;
+`jaxserve bench speculative`: what drafts gain, by kind of prompt and by load.
+"""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
 
 WORK = ("cases", "trace", "dataset")
 NUMBERS = ("num_prompts", "input_len", "output_len", "prefix_len", "prefix_share", "seed", "repeats")
-OWN = ("throughput", *WORK, *NUMBERS, "warm_up", "output_json")
+SPECULATIVE = ("speculative", "groups", "concurrency", "output_dir")
+OWN = ("throughput", *WORK, *NUMBERS, "warm_up", "output_json", *SPECULATIVE)
 DEFAULT_OUTPUT = 128
 
 
@@ -31,6 +35,17 @@ def add_options(parser: ArgumentParser) -> None:
     kinds.add_subcommand("throughput", throughput, help="a batch of requests, all there from the start")
     add_shared_options(throughput, sampling__temperature=0.0, sampling__ignore_eos=True)
     _add_work(throughput)
+    description = (
+        "Pairs of runs, without and with drafts, of a file's prompts by category and by requests at once: 64 tokens "
+        "each, greedy, prompts computed before. What is measured already is not measured again."
+    )
+    speculative = ArgumentParser(description=description, **STRICT)
+    kinds.add_subcommand("speculative", speculative, help="what speculative decoding gains")
+    add_shared_options(speculative, sampling=False)
+    speculative.add_argument("--dataset", type=str, help="a JSONL file of prompts, with `turns` and `category`")
+    speculative.add_argument("--groups", type=str, nargs="*", help="the groups to measure; all by default")
+    speculative.add_argument("--concurrency", type=int, nargs="*", default=[1, 4, 16, 64], help="requests at once")
+    speculative.add_argument("--output_dir", type=str, help="a folder for cells.jsonl and speedup.svg")
 
 
 def _add_work(parser: ArgumentParser) -> None:
@@ -49,7 +64,42 @@ def _add_work(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    return _throughput(options[options.benchmark])
+    chosen = {"throughput": _throughput, "speculative": _speculative}[options.benchmark]
+    return chosen(options[options.benchmark])
+
+
+def _chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _speculative(options: Namespace) -> int:
+    from jaxserve.bench import speculative as bench
+
+    require(bool(options.dataset) and Path(options.dataset).is_file(), "dataset", options.dataset, "an existing file")
+    config = engine_config(options)
+    if config.speculative_config is None:
+        raise ValueError("speculative_config=None: speculative_config must name a method: there is nothing to measure")
+    groups = bench.groups_of(options.dataset)
+    for name in options.groups or ():
+        require(name in groups, "groups", name, f"some of {', '.join(groups)}")
+    folder = Path(options.output_dir) if options.output_dir else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with load(config) as llm:
+        prompts = {
+            name: _encoded(map(_chat, bench.spread(texts, max(bench.PROMPTS.values()))), llm.engine)
+            for name, texts in groups.items()
+            if not options.groups or name in options.groups
+        }
+        line = lambda values: print("| " + " | ".join(values) + " |", flush=True)
+        line(bench.HEADINGS)
+        line(["---"] * len(bench.HEADINGS))
+        journal = folder / "cells.jsonl" if folder is not None else None
+        cells = bench.run_cells(llm.engine, prompts, options.concurrency, journal, lambda cell: line(cell.row()))
+    print(bench.summary(cells))
+    if folder is not None:
+        bench.plot(cells, folder / "speedup.svg")
+    return 0
 
 
 def _throughput(options: Namespace) -> int:
@@ -108,12 +158,17 @@ def _work(options: Namespace, engine: "Engine") -> list[tuple[str, list[Item]]]:
 
 
 def _prompts(file: str, count: int, engine: "Engine") -> list[Item]:
+    return [Item(ids, DEFAULT_OUTPUT) for ids in _encoded(workload.jsonl_prompts(file, count), engine)]
+
+
+def _encoded(prompts: Iterable[str | list], engine: "Engine") -> list[list[int]]:
+    """Token ids of texts and of chats."""
     if engine.tokenizer is None:
         raise ValueError("dataset: its prompts need a tokenizer, and this engine has none")
     from jaxserve.text.chat_template import ChatTemplate
 
     template = ChatTemplate(engine.tokenizer)
-    ids = lambda prompt: (
+    return [
         engine.tokenizer.encode(prompt) if isinstance(prompt, str) else template.prompt(prompt)["prompt_token_ids"]
-    )
-    return [Item(ids(prompt), DEFAULT_OUTPUT) for prompt in workload.jsonl_prompts(file, count)]
+        for prompt in prompts
+    ]

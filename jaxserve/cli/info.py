@@ -31,7 +31,8 @@ def describe(config: EngineConfig) -> dict[str, Any]:
 
     from jaxserve.startup import prepare
 
-    model, layout, plan, max_len, attention, linear, deterministic, not_proven, buckets = prepare(config, None, None)
+    prepared = prepare(config, None, None)
+    model, layout, plan, max_len, attention, linear, deterministic, not_proven, buckets, _ = prepared
     size = model.config
     return {
         "devices": [f"{device.device_kind} ({device.platform}:{device.id})" for device in jax.local_devices()],

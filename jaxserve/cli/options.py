@@ -32,8 +32,9 @@ def spelled(argument: str, own: Collection[str]) -> str:
     option, equals, value = argument.partition("=")
     if not re.fullmatch(r"--[\w.-]+", option):  # a value, maybe a prompt that starts with two hyphens
         return argument
-    name = option[2:].replace("-", "_")
-    return "--" + (name if name in _AMBIGUOUS or name in own else _FULL_NAMES.get(name, name)) + equals + value
+    name, dot, part = option[2:].replace("-", "_").partition(".")
+    full = name if name in _AMBIGUOUS or name in own else _FULL_NAMES.get(name, name)
+    return f"--{full}{dot}{part}{equals}{value}"
 
 
 def add_shared_options(parser: ArgumentParser, *, sampling: bool = True, **defaults: Any) -> None:

@@ -21,21 +21,32 @@ from jaxserve.kernels_pallas.paged_attention.work_list import (
 
 class Runs(NamedTuple):
     """The scheduled requests as the device sees them, int32 columns [runs]: `counts` tokens of a slot from position
-    `starts` on; `samples` is 1 where the last of them yields a token."""
+    `starts` on; `samples` is 1 where the last of them yields a token; so does each of the `drafts` behind it."""
 
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     samples: np.ndarray
+    drafts: np.ndarray
 
     @classmethod
-    def of(cls, runs: Iterable[tuple[int, int, int, bool]]) -> "Runs":
-        """From (slot, start, count, sample) of each run, at least one."""
-        return cls.of_columns(zip(*runs, strict=True))
+    def of(cls, runs: Iterable[tuple]) -> "Runs":
+        """From (slot, start, count, sample) of each run, at least one, or with the number of drafts behind them."""
+        return cls.of_columns(zip(*((*run, 0) if len(run) < 5 else run for run in runs), strict=True))
 
     @classmethod
     def of_columns(cls, columns: Iterable[Sequence[int]]) -> "Runs":
         return cls(*(np.array(column, np.int32) for column in columns))
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of the body."""
+        return int(self.counts.sum() + self.drafts.sum())
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows of the head."""
+        return int(self.samples.sum() + self.drafts.sum())
 
 
 class ScoreRow(NamedTuple):
@@ -47,13 +58,15 @@ class ScoreRow(NamedTuple):
 
 
 class BodyInputs(NamedTuple):
-    """Per query row its slot and its offset in the slot's run; table updates; tiles.
+    """Per query row its slot, its offset in the slot's run, and for draft tokens which one it is (from 1 on; 0 for
+    the others); table updates; tiles.
 
     Padding: slot = num_slots.
     """
 
     token_slot: Int[Array, " tokens"]
     token_offset: Int[Array, " tokens"]
+    token_draft: Int[Array, " tokens"]
     new_page_slot: Int[Array, " tokens"]
     new_page_index: Int[Array, " tokens"]
     new_page: Int[Array, " tokens"]
@@ -61,42 +74,65 @@ class BodyInputs(NamedTuple):
 
 
 def body_inputs_size(tokens: int) -> int:
-    return 5 * tokens + work_list_size(tokens)
+    return 6 * tokens + work_list_size(tokens)
 
 
 def pack_body(runs: Runs, new_pages: Sequence[tuple[int, int, int]], tokens: int, num_slots: int) -> np.ndarray:
     """The packed body inputs [body_inputs_size(tokens)] of a step with at most `tokens` query rows."""
     packed = np.zeros(body_inputs_size(tokens), np.int32)
-    slot, offset, page_slot, page_index, page = packed[: 5 * tokens].reshape(5, tokens)
+    slot, offset, draft, page_slot, page_index, page = packed[: 6 * tokens].reshape(6, tokens)
     slot.fill(num_slots)
     page_slot.fill(num_slots)
-    slots, starts, counts, _ = runs
+    slots, starts, certain, _, drafts = runs
+    counts = certain + drafts
     ends = counts.cumsum(dtype=np.int32)
     firsts = ends - counts
     used = int(ends[-1])
     slot[:used] = slots.repeat(counts)
     offset[:used] = np.arange(used, dtype=np.int32) - firsts.repeat(counts)
+    if used > len(counts):
+        draft[:used] = np.maximum(offset[:used] - (certain - 1).repeat(counts), 0)
     if new_pages:
         count = len(new_pages)
         page_slot[:count], page_index[:count], page[:count] = zip(*new_pages, strict=True)
-    packed[5 * tokens :] = pack_tiles(firsts, starts, counts, tokens)
+    packed[6 * tokens :] = pack_tiles(firsts, starts, counts, tokens)
     return packed
 
 
 def unpack_body(packed: Int[Array, " size"], tokens: int) -> BodyInputs:
     """What `pack_body` packed, as arrays inside a jit."""
-    cuts = [tokens * part for part in range(6)]
+    cuts = [tokens * part for part in range(7)]
     parts = [packed[start:end] for start, end in pairwise(cuts)]
     return BodyInputs(*parts, work=unpack_work_list(packed[cuts[-1] :], tokens))
 
 
 def pack_head(runs: Runs, rows: int, num_slots: int) -> np.ndarray:
-    """[2, rows]: query row and slot of each run that samples, padded with (0, num_slots)."""
-    packed = np.zeros((2, rows), np.int32)
+    """[3, rows]: query row, slot and number of the draft token (0 for none) of each row that samples.
+
+    A run's rows follow each other. Padding is (0, num_slots, 0).
+    """
+    packed = np.zeros((3, rows), np.int32)
     packed[1].fill(num_slots)
-    sampled = runs.samples.nonzero()[0]
-    packed[0, : len(sampled)] = runs.counts.cumsum(dtype=np.int32)[sampled] - 1
-    packed[1, : len(sampled)] = runs.slots[sampled]
+    slots, _, counts, samples, drafts = runs
+    lengths = samples + drafts
+    ends = lengths.cumsum(dtype=np.int32)
+    used = int(ends[-1])
+    packed[1, :used] = slots.repeat(lengths)
+    if used == samples.sum():
+        packed[0, :used] = counts.cumsum(dtype=np.int32)[samples.nonzero()[0]] - 1
+    else:
+        packed[2, :used] = np.arange(used, dtype=np.int32) - (ends - lengths).repeat(lengths)
+        first = (counts + drafts).cumsum(dtype=np.int32) - drafts - 1  # the last certain row of each run
+        packed[0, :used] = first.repeat(lengths) + packed[2, :used]
+    return packed
+
+
+def pack_drafts(runs: Runs, rows: int, num_slots: int) -> np.ndarray:
+    """[2, rows]: slot and number of drafts of each run that wants some, most first; padding is (num_slots, 0)."""
+    packed = np.zeros((2, rows), np.int32)
+    packed[0].fill(num_slots)
+    order = (-runs.drafts).argsort(kind="stable")[: int((runs.drafts > 0).sum())]
+    packed[:, : len(order)] = runs.slots[order], runs.drafts[order]
     return packed
 
 

@@ -25,6 +25,7 @@ from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.tables import LogitsTables, packed_tables_size
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets
+from jaxserve.speculative.ngram import NgramProposer
 
 _COPIES = 8  # page copies in one call; more take several calls
 
@@ -76,15 +77,32 @@ class Runner:
         native_linear: NativeLinear | None = None,
         mesh: jax.sharding.Mesh | None = None,
         cache_dir: Path | None = None,
+        proposer: NgramProposer | None = None,
+        draft: Decoder | None = None,
     ):
         definition, self.weights = flatten(model)
+        draft_definition = None
+        if draft is not None:
+            draft_definition, draft_weights = flatten(draft)
+            self.weights = self.weights._replace(draft=draft_weights)
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.max_len = max_len
         self.max_pages = -(-max_len // layout.page_size)
         self.buckets = buckets
         norm = choose_norm(native=native_linear is not None or attention.name == "native")
-        self.step = StepDefinition(definition, attention, buckets.tokens[-1], MAX_LOGPROBS, mesh, native_linear, norm)
+        self.step = StepDefinition(
+            model=definition,
+            attention=attention,
+            max_tokens=buckets.tokens[-1],
+            max_logprobs=MAX_LOGPROBS,
+            mesh=mesh,
+            native_linear=native_linear,
+            native_norm=norm,
+            speculates=proposer is not None or draft is not None,
+            draft=draft_definition,
+        )
+        self.proposer = proposer
         devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
         self.compiler = Compiler(cache_dir, devices)
         self.slots = slots.allocate(num_slots, max_len, self.max_pages, model.config.vocab_size)
@@ -150,10 +168,12 @@ class Runner:
         `greedy`: no run wants more than the largest logit. `scores` are rows to score given tokens after, `whole`
         are query rows after which the whole vocabulary's log-probabilities are wanted.
         """
-        tokens, sampled_rows = self.buckets.token_bucket(int(runs.counts.sum())), int(runs.samples.sum())
+        tokens, sampled_rows = self.buckets.token_bucket(runs.num_rows), runs.num_sampled
         rows = self.buckets.row_bucket(max(sampled_rows, 1))
         programs = [self._bodies[tokens], *([self._heads[rows, greedy]] if sampled_rows else [])]
         body, *head = self.compiler.get_all(programs)
+        if runs.drafts.any():
+            self._propose(runs)
         packed = inputs.pack_body(runs, new_pages, tokens, self.num_slots)
         self.kv, self.slots, hidden, finite = body(self.weights, self.kv, self.slots, packed)
         sampled = None
@@ -166,6 +186,17 @@ class Runner:
             array.copy_to_host_async()
         self._dispatched[:] = [handle]
         return handle
+
+    def _propose(self, runs: Runs) -> None:
+        """Give the runs that want some their draft tokens."""
+        if self.step.draft is None:
+            wanted = np.zeros(self.num_slots, np.int32)
+            wanted[runs.slots] = runs.drafts
+            self.slots = self.compiler.get(self._ngram_program())(self.slots, wanted)
+            return
+        rows = self.buckets.row_bucket(int((runs.drafts > 0).sum()))
+        packed = inputs.pack_drafts(runs, rows, self.num_slots)
+        self.kv, self.slots = self.compiler.get(self._draft_program(rows))(self.weights, self.kv, self.slots, packed)
 
     def _score(self, hidden: jax.Array, scores: Sequence[ScoreRow]) -> list[Logprobs]:
         size, parts = step.SCORE_ROWS, []
@@ -205,6 +236,10 @@ class Runner:
         """Every program that the engine can ever run, the largest first."""
         bodies, heads = reversed(self._bodies.values()), reversed(self._heads.values())
         small = [self._admit_program(), self._tables_program(), self._copy_program()]
+        small += [self._ngram_program()] if self.proposer is not None else []
+        if self.step.draft is not None:
+            most = self.buckets.row_bucket(self.num_slots)
+            small += [self._draft_program(rows) for rows in self.buckets.rows if rows <= most]
         return [*bodies, *heads, self._score_program(), self._score_all_program(), *small]
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
@@ -219,7 +254,7 @@ class Runner:
         )
 
     def _head_program(self, rows: int, greedy: bool) -> Program:
-        packed = jax.ShapeDtypeStruct((2, rows), jnp.int32)
+        packed = jax.ShapeDtypeStruct((3, rows), jnp.int32)
         function = partial(step.head, self.step, greedy=greedy)
         arguments = self._weights_like, self._slots_like, self._hidden_like(), packed
         return Program(_head_name(greedy), rows, function, arguments, donate=(1,))
@@ -241,6 +276,16 @@ class Runner:
     def _tables_program(self) -> Program:
         packed = jax.ShapeDtypeStruct((packed_tables_size(self.step.model.config.vocab_size),), jnp.int32)
         return Program("set_tables", 1, slots.set_tables, (self._slots_like, packed), donate=(0,))
+
+    def _draft_program(self, rows: int) -> Program:
+        packed = jax.ShapeDtypeStruct((2, rows), jnp.int32)
+        arguments = self._weights_like, self._kv_like, self._slots_like, packed
+        return Program("propose_by_model", rows, partial(step.propose_by_model, self.step), arguments, donate=(1, 2))
+
+    def _ngram_program(self) -> Program:
+        function = partial(step.propose_ngram, proposer=self.proposer)
+        wanted = jax.ShapeDtypeStruct((self.num_slots,), jnp.int32)
+        return Program("propose_ngram", self.proposer.count, function, (self._slots_like, wanted), donate=(0,))
 
     def _admit_program(self) -> Program:
         size = slots.packed_admission_size(self.max_len, self.max_pages)

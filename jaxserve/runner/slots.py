@@ -22,13 +22,15 @@ _HEADER = 17  # int32 values in front of the token history in a packed admission
 class Slots(NamedTuple):
     """Lengths are in tokens; `num_computed` is also the position of the next token to compute.
 
-    history: token ids, known ones from `admit`, sampled ones from the head
+    history: token ids, known ones from `admit`, sampled ones from the head, and behind the last of these drafts
+    num_drafts: how many draft tokens there are
     write_start: keys and values before this position are shared and are not written
     page_table: one group of layers today; sliding-window layers may get their own
     """
 
     history: Int32[Array, "slots max_len"]
     num_computed: Int32[Array, " slots"]
+    num_drafts: Int32[Array, " slots"]
     write_start: Int32[Array, " slots"]
     page_table: Int32[Array, "groups slots max_pages"]
     temperature: Float32[Array, " slots"]
@@ -62,6 +64,7 @@ def allocate(num_slots: int, max_len: int, max_pages: int, vocab: int) -> Slots:
     return Slots(
         history=row(jnp.int32, max_len),
         num_computed=row(jnp.int32),
+        num_drafts=row(jnp.int32),
         write_start=row(jnp.int32),
         page_table=jnp.zeros((1, num_slots, max_pages), jnp.int32),
         temperature=row(jnp.float32),

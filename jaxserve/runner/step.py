@@ -31,6 +31,7 @@ from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
 from jaxserve.kernels_pallas.cpu.linear import NativeLinear, NativeNorm
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
+from jaxserve.kernels_pallas.paged_attention.work_list import single_tiles
 from jaxserve.models import decoder, rope
 from jaxserve.runner.inputs import BodyInputs, unpack_body
 from jaxserve.runner.slots import Slots
@@ -38,14 +39,22 @@ from jaxserve.runner.weights import ModelDefinition, Weights
 from jaxserve.sampling import blocks
 from jaxserve.sampling.logprobs import Logprobs, logprobs, whole_logprobs
 from jaxserve.sampling.processing import process
-from jaxserve.sampling.sampler import sample
+from jaxserve.sampling.sampler import SamplingRows, sample
+from jaxserve.speculative import verification
+from jaxserve.speculative.acceptance import NO_TOKEN
+from jaxserve.speculative.ngram import NgramProposer
+from jaxserve.speculative.verification import DraftRows
 
 SCORE_ROWS = 64  # rows of logits that scoring holds at once
 
 
 @dataclass(frozen=True)
 class StepDefinition:
-    """Everything static that the programs are compiled for."""
+    """Everything static that the programs are compiled for.
+
+    speculates: runs may have draft tokens
+    draft: the model that proposes them; its layers' pages lie behind those of `model`
+    """
 
     model: ModelDefinition
     attention: AttentionBackend
@@ -54,6 +63,13 @@ class StepDefinition:
     mesh: jax.sharding.Mesh | None = None
     native_linear: NativeLinear | None = None
     native_norm: NativeNorm | None = None
+    speculates: bool = False
+    draft: ModelDefinition | None = None
+
+    @property
+    def compacts(self) -> bool:
+        """Whether rows of drafts that do not exist are moved behind all others: native functions leave them out."""
+        return self.speculates and self.attention.name == "native"
 
     def linear(self, count: Int[Array, ""]) -> Callable:
         """The product `linear(x, weight, out_dtype=None)` of a program whose first `count` rows are no padding."""
@@ -65,7 +81,10 @@ class StepDefinition:
 
 
 class Sampled(NamedTuple):
-    """The head's results per row; rows beyond the scheduled ones are junk. A token of -1: none was left."""
+    """The head's results per row; rows beyond the scheduled ones are junk.
+
+    Negative tokens are those of `speculative.acceptance`.
+    """
 
     tokens: Int32[Array, " rows"]
     logprobs: Logprobs | None  # None from the greedy head
@@ -94,31 +113,56 @@ def body(
     inputs = unpack_body(packed, tokens)
     with jax.named_scope("tables"):
         slots = _new_pages(slots, inputs)
+        if step.speculates:
+            missing = inputs.token_draft > slots.num_drafts.at[inputs.token_slot].get(mode="clip")
+            inputs = inputs._replace(token_slot=jnp.where(missing, slots.num_slots, inputs.token_slot))
+        back = None
+        if step.compacts:
+            order, back = _real_first(inputs.token_slot < slots.num_slots)
+            inputs = inputs._replace(
+                token_slot=inputs.token_slot[order],
+                token_offset=inputs.token_offset[order],
+                token_draft=inputs.token_draft[order],
+            )
         num_pages, _, _, page_size, _ = kv[0].pages.shape
-        where = _locate(slots, inputs, num_pages, page_size)
+        where = _locate(slots, inputs.token_slot, inputs.token_offset, num_pages, page_size)
         token_ids = slots.history.at[where.slot, where.position].get(mode="clip")
         slots = _advance(slots, inputs)
-    hidden = jnp.take(weights.embed, token_ids, axis=0, mode="clip")
-    config = step.model.config
-    frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-    tables = rope.rope_tables(where.position, frequencies, config.rope_scaling.attention_factor)
-    finite = jnp.ones(tokens, bool)
     prepared = step.attention.prepare(
         inputs.work, slots.page_table[0], where.slot, where.position, num_pages=num_pages, page_size=page_size
     )
+    own = len(step.model.layers)
+    hidden, layers_kv, finite = _layers(step, step.model, weights, kv[:own], token_ids, where, prepared)
+    if step.draft is not None:  # it sees every token when the target does: its pages are always as far as the target's
+        with jax.named_scope("draft_model"):
+            layers_kv += _layers(step, step.draft, weights.draft, kv[own:], token_ids, where, prepared)[1]
+    with jax.named_scope("final_norm"):
+        finite &= jnp.isfinite(hidden).all(-1)
+        hidden = step.model.norm.build(weights.norm)(hidden, step.norm(where.count))
+        if back is not None:
+            hidden, finite = hidden[back], finite[back]
+        hidden = jnp.pad(hidden, ((0, step.max_tokens - tokens), (0, 0)))
+    return layers_kv, slots, hidden, finite
+
+
+def _layers(
+    step: StepDefinition, model: ModelDefinition, weights: Weights, kv: KVCache, token_ids, where: Tokens, prepared
+) -> tuple[Float[Array, "tokens hidden"], KVCache, Bool[Array, " tokens"]]:
+    """All layers of a model over some tokens. Returns hidden rows, pages, and whose keys and values were finite."""
+    hidden = jnp.take(weights.embed, token_ids, axis=0, mode="clip")
+    config = model.config
+    frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+    tables = rope.rope_tables(where.position, frequencies, config.rope_scaling.attention_factor)
+    finite = jnp.ones(token_ids.shape, bool)
     layers_kv = []
-    for definition, leaves, layer_kv in zip(step.model.layers, weights.layers, kv, strict=True):
+    for definition, leaves, layer_kv in zip(model.layers, weights.layers, kv, strict=True):
         with jax.named_scope("layer"):
             hidden, layer_kv, wrote_finite = layer_step(
                 definition, step, leaves, hidden, tables, layer_kv, where, prepared
             )
         layers_kv.append(layer_kv)
         finite &= wrote_finite
-    with jax.named_scope("final_norm"):
-        finite &= jnp.isfinite(hidden).all(-1)
-        hidden = step.model.norm.build(weights.norm)(hidden, step.norm(where.count))
-        hidden = jnp.pad(hidden, ((0, step.max_tokens - tokens), (0, 0)))
-    return tuple(layers_kv), slots, hidden, finite
+    return hidden, tuple(layers_kv), finite
 
 
 def head(
@@ -126,38 +170,69 @@ def head(
     weights: Weights,
     slots: Slots,
     hidden: Float[Array, "max_tokens hidden"],
-    packed: Int32[Array, "2 rows"],
+    packed: Int32[Array, "3 rows"],
     *,
     greedy: bool,
 ) -> tuple[Slots, Sampled]:
-    """Sample the next token of each row's slot and append it to the slot's history; `packed` is (row, slot).
+    """Sample the next token of each row's slot, verify the drafts, and append what counts to the slot's history.
 
-    `greedy` (static): every row wants the largest logit's token and nothing else.
+    `packed` is (row, slot, number of the draft that the row computes). `greedy` (static): every row wants the largest
+    logit's token and nothing else.
     """
-    from_rows, row_slots = packed
+    from_rows, row_slots, number = packed
+    real, back = row_slots < slots.num_slots, None
+    if step.speculates:
+        real &= number <= slots.num_drafts.at[row_slots].get(mode="clip")
+    if step.compacts:
+        order, back = _real_first(real)
+        from_rows, row_slots, number, real = (values[order] for values in (from_rows, row_slots, number, real))
+    row_slots = jnp.where(real, row_slots, slots.num_slots)
     with jax.named_scope("head"):
-        linear = step.linear((row_slots < slots.num_slots).sum(dtype=jnp.int32))
-        logits = logits_of(weights.head, hidden[from_rows], linear)
-    position = slots.num_computed.at[row_slots].get(mode="clip")
+        logits = logits_of(weights.head, hidden[from_rows], step.linear(real.sum(dtype=jnp.int32)))
+    position = slots.num_computed.at[row_slots].get(mode="clip") + number
     if greedy:
-        tokens, chosen = blocks.largest(logits)[0], None
+        tokens, chosen, alive = blocks.largest(logits)[0], None, jnp.ones_like(real)
     else:
-        tokens, chosen = _sample(step, slots, logits, row_slots, position)
-    history = slots.history.at[row_slots, position].set(tokens, mode="drop")
-    return slots._replace(history=history), Sampled(tokens, chosen)
+        tokens, chosen, alive = _sample(step, slots, logits, row_slots, position)
+    counts, num_computed = real, slots.num_computed
+    if step.speculates:
+        with jax.named_scope("verify"):
+            draft = slots.history.at[row_slots, position - 1].get(mode="clip")
+            counts = verification.reached(DraftRows(number, draft, real), tokens, alive)
+            num_computed = num_computed.at[row_slots].add((counts & (number > 0)).astype(jnp.int32), mode="drop")
+    kept = jnp.where(alive, tokens, jnp.int32(NO_TOKEN))
+    history = slots.history.at[jnp.where(counts, row_slots, slots.num_slots), position].set(kept, mode="drop")
+    reported = verification.reported(tokens, alive, real, counts)
+    if back is not None:
+        reported, chosen = jax.tree.map(lambda values: values[back], (reported, chosen))
+    return slots._replace(history=history, num_computed=num_computed), Sampled(reported, chosen)
 
 
-def _sample(step: StepDefinition, slots: Slots, logits, row_slots, position) -> tuple[Int32[Array, " rows"], Logprobs]:
-    rows = slots.sampling_rows(row_slots)
+def _real_first(real: Bool[Array, " rows"]) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
+    """An order of rows in which the real ones come first, as they were, and where each row stands in it."""
+    order = jnp.argsort(~real, stable=True).astype(jnp.int32)
+    return order, jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32))
+
+
+def _sample(step: StepDefinition, slots: Slots, logits, row_slots, position) -> tuple[Array, Logprobs, Array]:
+    rows = _sampling_rows(slots, row_slots)
     padding = row_slots >= slots.num_slots
-    rows = rows._replace(
-        temperature=jnp.where(padding, 0.0, rows.temperature),
-        wants_logprobs=jnp.where(padding, -1, rows.wants_logprobs),
-    )
-    processed = process(logits, slots.processing, row_slots, slots.history, position)
-    tokens = sample(processed.logits, rows, position)
+    rows = rows._replace(wants_logprobs=jnp.where(padding, -1, rows.wants_logprobs))
+    tokens, alive = _draw(slots, logits, rows, row_slots, position)
     chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs)
-    return jnp.where(processed.alive, tokens, -1), chosen
+    return tokens, chosen, alive
+
+
+def _sampling_rows(slots: Slots, row_slots: Int32[Array, " rows"]) -> SamplingRows:
+    """The parameters of these slots; padding is greedy, which costs nothing."""
+    rows = slots.sampling_rows(row_slots)
+    return rows._replace(temperature=jnp.where(row_slots >= slots.num_slots, 0.0, rows.temperature))
+
+
+def _draw(slots: Slots, logits, rows: SamplingRows, row_slots, position) -> tuple[Array, Array]:
+    """The token that the target takes at these positions, and whether there was one to take."""
+    processed = process(logits, slots.processing, row_slots, slots.history, position)
+    return sample(processed.logits, rows, position), processed.alive
 
 
 def score(
@@ -192,15 +267,15 @@ def _new_pages(slots: Slots, inputs: BodyInputs) -> Slots:
     return slots._replace(page_table=place.set(inputs.new_page, mode="drop"))
 
 
-def _locate(slots: Slots, inputs: BodyInputs, num_pages: int, page_size: int) -> Tokens:
-    padding = inputs.token_slot >= slots.num_slots
-    computed = slots.num_computed.at[inputs.token_slot].get(mode="clip")
-    position = jnp.where(padding, -1, computed + inputs.token_offset)
-    page = slots.page_table.at[0, inputs.token_slot, lax.div(position, jnp.int32(page_size))].get(mode="clip")
-    shared = position < slots.write_start.at[inputs.token_slot].get(mode="clip")
+def _locate(slots: Slots, token_slot, token_offset, num_pages: int, page_size: int) -> Tokens:
+    padding = token_slot >= slots.num_slots
+    computed = slots.num_computed.at[token_slot].get(mode="clip")
+    position = jnp.where(padding, -1, computed + token_offset)
+    page = slots.page_table.at[0, token_slot, lax.div(position, jnp.int32(page_size))].get(mode="clip")
+    shared = position < slots.write_start.at[token_slot].get(mode="clip")
     return Tokens(
         (~padding).sum(dtype=jnp.int32),
-        inputs.token_slot,
+        token_slot,
         position,
         jnp.where(padding | shared, num_pages, page),
         lax.rem(position, jnp.int32(page_size)),
@@ -208,7 +283,55 @@ def _locate(slots: Slots, inputs: BodyInputs, num_pages: int, page_size: int) ->
 
 
 def _advance(slots: Slots, inputs: BodyInputs) -> Slots:
-    return slots._replace(num_computed=slots.num_computed.at[inputs.token_slot].add(1, mode="drop"))
+    certain = (inputs.token_draft == 0).astype(jnp.int32)
+    return slots._replace(num_computed=slots.num_computed.at[inputs.token_slot].add(certain, mode="drop"))
+
+
+def propose_ngram(slots: Slots, wanted: Int32[Array, " slots"], *, proposer: NgramProposer) -> Slots:
+    """Up to `wanted` draft tokens for each slot, put behind its history."""
+    with jax.named_scope("propose"):
+        length = slots.num_computed + 1  # the last certain token is to be computed by the step that follows
+        tokens, found = proposer.propose(slots.history, length)
+        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        place = jnp.where(index < wanted[:, None], length[:, None] + index, slots.history.shape[1])
+        row = jnp.arange(slots.num_slots, dtype=jnp.int32)[:, None]
+        history = slots.history.at[row, place].set(tokens, mode="drop")
+        return slots._replace(history=history, num_drafts=jnp.where(found, wanted, 0))
+
+
+def propose_by_model(
+    step: StepDefinition, weights: Weights, kv: KVCache, slots: Slots, packed: Int32[Array, "2 rows"]
+) -> tuple[KVCache, Slots]:
+    """`packed` is (slot, number of draft tokens wanted), most wanted first. The draft model decodes them one by one.
+
+    It samples as the target does, with the same parameters and the same noise, so that the two agree more often.
+    """
+    row_slots, wanted = packed
+    own = len(step.model.layers)
+    num_pages, _, _, page_size, _ = kv[0].pages.shape
+    offset = jnp.zeros_like(row_slots)
+
+    def one(index: Array, carry: tuple) -> tuple:
+        draft_kv, history = carry
+        now = slots._replace(history=history)
+        token_slot = jnp.where(index < wanted, row_slots, slots.num_slots)
+        where = _locate(now, token_slot, offset + index, num_pages, page_size)
+        token_ids = history.at[where.slot, where.position].get(mode="clip")
+        work = single_tiles(len(row_slots))
+        prepared = step.attention.prepare(
+            work, slots.page_table[0], where.slot, where.position, num_pages=num_pages, page_size=page_size
+        )
+        hidden, draft_kv, _ = _layers(step, step.draft, weights.draft, draft_kv, token_ids, where, prepared)
+        hidden = step.draft.norm.build(weights.draft.norm)(hidden, step.norm(where.count))
+        logits = logits_of(weights.draft.head, hidden, step.linear(where.count))
+        position = where.position + 1
+        tokens, _ = _draw(now, logits, _sampling_rows(now, token_slot), token_slot, position)
+        return draft_kv, history.at[token_slot, position].set(tokens, mode="drop")
+
+    with jax.named_scope("draft_model"):
+        draft_kv, history = lax.fori_loop(0, wanted.max(), one, (kv[own:], slots.history))
+    num_drafts = jnp.zeros_like(slots.num_drafts).at[row_slots].set(wanted, mode="drop")
+    return kv[:own] + draft_kv, slots._replace(history=history, num_drafts=num_drafts)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -15,12 +15,16 @@ from jaxserve.models.weights import decoder_leaves
 
 
 class Weights(NamedTuple):
-    """The arrays of a model. `head` is [hidden, vocab] for tied models too: products want `[in, out]`."""
+    """The arrays of a model. `head` is [hidden, vocab] for tied models too: products want `[in, out]`.
+
+    draft: those of the model that proposes tokens for it, if there is one.
+    """
 
     embed: Float[Array, "vocab hidden"]
     layers: tuple[tuple[Array, ...], ...]
     norm: tuple[Array, ...]
     head: Float[Array, "hidden vocab"]
+    draft: "Weights | None" = None
 
 
 class ModuleDefinition(NamedTuple):
@@ -63,7 +67,7 @@ def parameter_names(config: ModelConfig) -> Weights:
     paths = [leaf.path for leaf in decoder_leaves(config)]
     under = lambda prefix: tuple(path for path in paths if path.startswith(prefix))
     layers = tuple(under(f"layers.{index}.") for index in range(config.num_layers))
-    return Weights._make(("embed", layers, under("norm."), "embed" if config.tie_word_embeddings else "head"))
+    return Weights._make(("embed", layers, under("norm."), "embed" if config.tie_word_embeddings else "head", None))
 
 
 def _split(module: nnx.Module) -> tuple[ModuleDefinition, tuple[Array, ...]]:

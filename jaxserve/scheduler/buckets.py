@@ -17,12 +17,21 @@ class Buckets:
     rows: tuple[int, ...]
 
     @classmethod
-    def make(cls, max_num_batched_tokens: int, max_num_seqs: int, smallest: int = ROW_MULTIPLE) -> "Buckets":
+    def make(
+        cls,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        smallest: int = ROW_MULTIPLE,
+        *,
+        speculates: bool = False,
+    ) -> "Buckets":
         """Powers of two from `smallest`; the last holds the maximum exactly (rounded up to a multiple of 8).
 
-        `smallest` is the fewest rows for which a row's bits do not depend on the others (deterministic mode).
+        `smallest` is the fewest rows for which a row's bits do not depend on the others (deterministic mode). Where
+        the engine `speculates`, every query row may be a row of the head, too.
         """
-        return cls(_sizes(max_num_batched_tokens, smallest), _sizes(max_num_seqs, smallest))
+        rows = max(max_num_seqs, max_num_batched_tokens) if speculates else max_num_seqs
+        return cls(_sizes(max_num_batched_tokens, smallest), _sizes(rows, smallest))
 
     def token_bucket(self, num_tokens: int) -> int:
         return _bucket(num_tokens, self.tokens)

@@ -13,70 +13,23 @@ existing, and `complete` is told one step later what it was. Four rules keep tha
 3. A page is hashed only when its token ids are on the host and its step has arrived without an error.
 4. Every input row takes its token from the slot's history on the device, which `admit` fills with what the
    host knows and the head extends with what it samples.
+
+With speculation a step yields one token or more, and how many the host learns one step later, too. Until then it
+plans with both bounds: pages are reserved as if every draft were accepted, the rest counts as if none were.
 """
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Protocol, runtime_checkable
 
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.request import Request, RequestState
 from jaxserve.scheduler.buckets import Buckets
+from jaxserve.scheduler.plan import Admission, PlanEntry, StepPlan
 from jaxserve.scheduler.policies import FirstComeFirstServed, WaitingQueue
-
-
-class PlanEntry(NamedTuple):
-    """`count` tokens of a request from position `start` on; `sample`: the last of them yields a new token."""
-
-    request: Request
-    slot: int
-    start: int
-    count: int
-    sample: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """A slot to fill before the step: the tokens known so far and the pages of all of them."""
-
-    request: Request
-    slot: int
-    token_ids: list[int]
-    pages: list[int]
-    num_computed: int
-    write_start: int
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step. `copies` are (from page, to page), `new_pages` are (slot, index in its table, page).
-
-    `num_tokens`, `num_sampled`, `only_greedy` (every token to be sampled is just the largest logit's) and `wants_rows`
-    (some request wants log-probabilities besides those that the head gives) are those of the entries.
-    """
-
-    entries: list[PlanEntry] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    new_pages: list[tuple[int, int, int]] = field(default_factory=list)
-    num_tokens: int = 0
-    num_sampled: int = 0
-    only_greedy: bool = True
-    wants_rows: bool = False
-
-    def add(self, entry: PlanEntry) -> None:
-        request = entry.request
-        self.entries.append(entry)
-        self.num_tokens += entry.count
-        self.wants_rows |= request.wants_rows
-        if entry.sample:
-            self.num_sampled += 1
-            self.only_greedy &= request.only_greedy
-
-    def __bool__(self) -> bool:
-        return bool(self.entries)
 
 
 @dataclass(slots=True)
@@ -86,6 +39,14 @@ class SchedulerStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+
+
+@runtime_checkable
+class DraftLengths(Protocol):
+    """Chooses how many draft tokens the decoding requests of a step get; see `speculative.length_control`."""
+
+    def choose(self, decoding: Sequence[Request], room: int) -> Sequence[int]:
+        """A length for each request, in sum at most `room`."""
 
 
 class Scheduler:
@@ -101,6 +62,7 @@ class Scheduler:
         max_num_seqs: int,
         enable_chunked_prefill: bool = True,
         policy: FirstComeFirstServed | None = None,
+        draft_lengths: DraftLengths | None = None,
     ):
         self.pool = pool
         self.policy = policy or FirstComeFirstServed()
@@ -109,6 +71,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
+        self.draft_lengths = draft_lengths
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []  # in the policy's order
         self.preempted: list[Request] = []  # waiting for their step in flight
@@ -134,41 +97,35 @@ class Scheduler:
             self.waiting.remove(request)
         request.state = RequestState.FINISHED
 
-    def complete(self, entry: PlanEntry, token: int | None, finite: bool) -> bool:
-        """The step of this entry has arrived. Returns whether the request took the token.
+    def complete(self, entry: PlanEntry, tokens: Sequence[int], finite: bool) -> int:
+        """The step of this entry has arrived. Returns how many of its tokens the request took.
 
-        `token` is what was sampled: None if the entry does not sample, -1 if no token was left to sample. False for a
-        request that ended or was aborted in the meantime. A result that is not finite ends the request with an
-        error: its pages are forgotten, so nobody reuses them.
+        `tokens` are what was sampled, accepted drafts first: empty if the entry does not sample, -1 if no token was
+        left to sample. A request that ended or was aborted in the meantime takes none, and nobody takes what follows
+        a stop. A result that is not finite ends the request with an error: its pages are forgotten, so nobody reuses
+        them.
         """
         request = entry.request
         request.steps_in_flight -= 1
         request.num_in_flight -= entry.sample
+        request.drafts_in_flight -= entry.drafts
         if request.state is RequestState.FINISHED:
-            return False
-        if not finite:
-            request.finish_reason = "error"
-            request.error = (
-                f"activations at positions {entry.start} to {entry.start + entry.count - 1} are not finite "
-                "(NaN or infinity): the weights, the dtype or the prompt overflow"
-            )
-            self.pool.forget(request.pages[entry.start // self.page_size :])
-            self.finish(request)
-            return False
-        if token is not None and token < 0:
-            request.finish_reason = "error"
-            request.error = (
-                f"no token is left at position {len(request.token_ids)}: allowed_token_ids, bad_words, logit_bias and "
-                "min_tokens together forbid all"
-            )
-            self.finish(request)
-            return False
-        if token is not None:
+            return 0
+        if not finite or (tokens and tokens[0] < 0):
+            self._fail(request, entry, finite)
+            return 0
+        taken = 0
+        for token in tokens:
+            taken += 1
             request.append_token(token)
-        elif request.only_scores and entry.start + entry.count == request.num_prompt_tokens:
+            if request.finish_reason is not None:
+                break
+        if request.only_scores and entry.start + entry.count == request.num_prompt_tokens:
             request.finish_reason = "length"
         if request.state is RequestState.RUNNING:  # in the same admission: a preempted request waits for this step
-            request.num_confirmed = entry.start + entry.count
+            accepted = len(tokens) - 1 if tokens else 0
+            request.num_computed += accepted
+            request.num_confirmed += entry.count + accepted
             if request.num_confirmed >= (request.num_registered + 1) * self.page_size:
                 self._register_pages(request)
         if request.finish_reason is not None:
@@ -177,7 +134,23 @@ class Scheduler:
             self.preempted.remove(request)
             request.state = RequestState.WAITING
             self.waiting.add(request)
-        return token is not None
+        return taken
+
+    def _fail(self, request: Request, entry: PlanEntry, finite: bool) -> None:
+        """End a request with an error that says what was wrong with its step."""
+        request.finish_reason = "error"
+        if finite:
+            request.error = (
+                f"no token is left at position {len(request.token_ids)}: allowed_token_ids, bad_words, logit_bias and "
+                "min_tokens together forbid all"
+            )
+        else:
+            request.error = (
+                f"activations at positions {entry.start} to {entry.start + entry.count - 1} are not finite "
+                "(NaN or infinity): the weights, the dtype or the prompt overflow"
+            )
+            self.pool.forget(request.pages[entry.start // self.page_size :])
+        self.finish(request)
 
     def weights_changed(self, *, recompute: bool) -> None:
         """No cached page is right any longer. To be called while no step is planned or in flight.
@@ -217,17 +190,30 @@ class Scheduler:
         return plan
 
     def _plan_decodes(self, plan: StepPlan) -> list[Request]:
-        """One token for every running request that has its prompt behind it. Returns those that have not."""
-        prefilling = []
-        for request in list(self.running):
-            if request.state is not RequestState.RUNNING:
-                continue  # it had to give its pages to one before it
+        """A token, and drafts, for every running request that has its prompt behind it. Returns those that have not."""
+        decoding, prefilling = [], []
+        for request in self.running:
             count = request.num_to_compute
-            if count > 1:
-                prefilling.append(request)
-            elif count and plan.num_tokens < self.max_num_batched_tokens:
-                self._plan_tokens(plan, request, 1, 1)
+            if count:
+                (decoding if count == 1 else prefilling).append(request)
+        drafts = self._choose_drafts(decoding, bool(prefilling)) if self.draft_lengths is not None else repeat(0)
+        for request, length in zip(decoding, drafts, strict=False):
+            # One of them may have had to give its pages to one before it.
+            if request.state is RequestState.RUNNING and plan.num_tokens + length < self.max_num_batched_tokens:
+                self._plan_tokens(plan, request, 1, 1, length)
         return prefilling
+
+    def _choose_drafts(self, decoding: list[Request], prefilling: bool) -> list[int]:
+        """Lengths that leave a row to every decoding request, and half of the others to prompts, if there are some."""
+        room = self.max_num_batched_tokens - len(decoding)
+        if prefilling or len(self.waiting):
+            room //= 2
+        lengths = []
+        for request, length in zip(decoding, self.draft_lengths.choose(decoding, max(room, 0)), strict=True):
+            most = request.max_total_tokens - 1 - len(request.token_ids) - request.num_in_flight
+            length = max(min(length, most - request.drafts_in_flight), 0)
+            lengths.append(0 if request.only_scores else length)
+        return lengths
 
     def _plan_prefills(self, plan: StepPlan, prefilling: list[Request]) -> None:
         """Fill the budget with chunks of prompts, running ones first, then newly admitted ones."""
@@ -250,18 +236,22 @@ class Scheduler:
         """The most tokens of a request in one step."""
         return request.num_to_compute
 
-    def _plan_tokens(self, plan: StepPlan, request: Request, count: int, remaining: int) -> int:
+    def _plan_tokens(self, plan: StepPlan, request: Request, count: int, remaining: int, drafts: int = 0) -> int:
         """Plan `count` of a running request's `remaining` tokens, preempting others if it needs a page.
 
         Returns how many were planned: all or, where there is no page, none.
         """
-        if not self._own_pages(plan, request, request.num_computed + count):
+        end = request.num_computed + count + request.drafts_in_flight
+        if drafts and -(-(end + drafts) // self.page_size) - len(request.pages) > self.pool.num_free:
+            drafts = 0  # nobody is preempted for drafts
+        end += drafts
+        if end > request.writable and not self._own_pages(plan, request, end):
             return 0
-        start = request.num_computed
         sample = count == remaining and not request.only_scores
-        plan.add(PlanEntry(request, request.slot, start, count, sample))
+        plan.add(PlanEntry(request, request.slot, request.num_computed, count, sample, drafts))
         request.num_computed += count
         request.num_in_flight += sample
+        request.drafts_in_flight += drafts
         request.steps_in_flight += 1
         return count
 
@@ -272,10 +262,6 @@ class Scheduler:
 
         Preempts from the end of the running order; False if the request itself had to go.
         """
-        last = (num_tokens - 1) // self.page_size
-        one_token = request.num_computed == num_tokens - 1 and last < len(request.pages)
-        if one_token and self.pool.is_private(request.pages[last]):
-            return True  # so it is with nearly every decode
         first_write = max(request.num_computed, request.write_start)
         needed = -(-num_tokens // self.page_size)
         written = range(
@@ -301,11 +287,13 @@ class Scheduler:
         for page in pages:
             plan.new_pages.append((request.slot, len(request.pages), page))
             request.pages.append(page)
+        if first_write < num_tokens:  # the last page was written to, so it is this request's alone
+            request.writable = needed * self.page_size
         return True
 
     def _give_back(self, request: Request) -> None:
         self.pool.release(request.pages)
-        request.pages = []
+        request.pages, request.writable = [], 0
         self._free_slots.append(request.slot)
         request.slot = -1
 
@@ -404,6 +392,8 @@ class Scheduler:
         if room < self._reserve(len(self.running)):
             return False
         self.pool.share(shared)
+        if request.fork_of is not None:
+            request.fork_of.writable = 0  # it may share its last page now
         self._start(request, plan, [*shared, *self.pool.allocate(needed)], num_computed, write_start)
         return True
 

@@ -11,6 +11,7 @@ A row's result does not depend on its tile: the split into tiles is a matter of 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -83,6 +84,12 @@ def pack_tiles(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tokens:
         packed[2 + tokens + tile], packed[2 + tokens + tiles + tile] = first, count
         place[first : first + count] = np.arange(count, dtype=np.int32) + (tokens + tile * CHUNK_ROWS)
     return packed
+
+
+def single_tiles(rows: int) -> WorkList:
+    """Inside a jit: the work list of `rows` rows of one token each, in the order that they have."""
+    row, none = jnp.arange(rows, dtype=jnp.int32), jnp.zeros(num_chunk_tiles(rows), jnp.int32)
+    return WorkList(jnp.int32(-(-rows // SINGLE_GROUP)), jnp.int32(0), row, none, none, row)
 
 
 def _cut_chunks(

@@ -24,7 +24,7 @@ from jaxserve.runner.inputs import (
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams, seed_words
 
-NUM_SLOTS, MAX_ROWS = 12, 16
+NUM_SLOTS, MAX_HEAD_ROWS = 12, 40
 
 
 class Run(NamedTuple):
@@ -32,6 +32,7 @@ class Run(NamedTuple):
     start: int
     count: int
     sample: bool
+    drafts: int = 0
 
 
 @st.composite
@@ -43,7 +44,10 @@ def plans(draw):
     for slot in order[: draw(st.integers(1, NUM_SLOTS))]:
         count = min(draw(st.one_of(st.just(1), st.integers(1, tokens))), left)
         if count:
-            runs.append(Run(slot, draw(st.integers(0, 300)), count, draw(st.booleans())))
+            sample = draw(st.booleans())
+            drafts = min(draw(st.integers(0, 7)), left - count) if sample else 0
+            runs.append(Run(slot, draw(st.integers(0, 300)), count, sample, drafts))
+            left -= drafts
         left -= count
     page = st.tuples(st.integers(0, NUM_SLOTS - 1), st.integers(0, 30), st.integers(0, 99))
     return tokens, runs, draw(st.lists(page, max_size=tokens))
@@ -57,27 +61,29 @@ def test_a_body_s_inputs_say_which_row_is_which(plan):
     assert packed.dtype == np.int32
     assert packed.shape == (body_inputs_size(tokens),)
     inputs = unpack_body(jnp.asarray(packed), tokens)
-    rows = [(run.slot, offset) for run in runs for offset in range(run.count)]
-    padding = [(NUM_SLOTS, 0)] * (tokens - len(rows))
-    assert list(zip(inputs.token_slot.tolist(), inputs.token_offset.tolist(), strict=True)) == rows + padding
-
-    # The head gets the last row of each run that samples, in the order of the runs.
-    last = {run.slot: row for row, (slot, _) in enumerate(rows) for run in runs if run.slot == slot}
-    sampled = [last[run.slot] for run in runs if run.sample]
-    head = pack_head(Runs.of(runs), MAX_ROWS, NUM_SLOTS)
-    assert head[:, : len(sampled)].tolist() == [sampled, [run.slot for run in runs if run.sample]]
-    assert head[:, len(sampled) :].tolist() == [
-        [0] * (MAX_ROWS - len(sampled)),
-        [NUM_SLOTS] * (MAX_ROWS - len(sampled)),
+    rows = [
+        (run.slot, offset, max(offset - run.count + 1, 0)) for run in runs for offset in range(run.count + run.drafts)
     ]
+    padding = [(NUM_SLOTS, 0, 0)] * (tokens - len(rows))
+    columns = inputs.token_slot.tolist(), inputs.token_offset.tolist(), inputs.token_draft.tolist()
+    assert list(zip(*columns, strict=True)) == rows + padding
+
+    # The head gets the last row of each run that samples and those of its drafts, in the order of the runs.
+    samples = {run.slot: run.count - 1 for run in runs if run.sample}
+    sampled = [
+        [row, slot, draft] for row, (slot, offset, draft) in enumerate(rows) if offset >= samples.get(slot, tokens)
+    ]
+    head = pack_head(Runs.of(runs), MAX_HEAD_ROWS, NUM_SLOTS)
+    assert head.T.tolist() == sampled + [[0, NUM_SLOTS, 0]] * (MAX_HEAD_ROWS - len(sampled))
 
     updates = zip(inputs.new_page_slot, inputs.new_page_index, inputs.new_page, strict=True)
     updates = [tuple(map(int, update)) for update in updates]
     assert updates[: len(new_pages)] == new_pages
     assert all(slot == NUM_SLOTS for slot, _, _ in updates[len(new_pages) :])
 
-    firsts = np.cumsum([0] + [run.count for run in runs]).tolist()
-    query_runs = [QueryRun(first, run.start, run.count) for first, run in zip(firsts, runs, strict=False)]
+    counts = [run.count + run.drafts for run in runs]
+    firsts = np.cumsum([0, *counts]).tolist()
+    query_runs = [QueryRun(first, run.start, count) for first, run, count in zip(firsts, runs, counts, strict=False)]
     expected = unpack_work_list(jnp.asarray(pack_work_list(query_runs, tokens)), tokens)
     for name, part, wanted in zip(expected._fields, inputs.work, expected, strict=True):
         np.testing.assert_array_equal(part, wanted, err_msg=name)
@@ -100,7 +106,13 @@ def test_every_pack_is_a_buffer_of_its_own():
 
 def test_heads_and_copies_are_padded_out_of_range():
     runs = [(3, 0, 4, True), (2, 0, 1, False), (1, 9, 2, True)]
-    assert pack_head(Runs.of(runs), 8, NUM_SLOTS).tolist() == [[3, 6] + [0] * 6, [3, 1] + [NUM_SLOTS] * 6]
+    assert pack_head(Runs.of(runs), 8, NUM_SLOTS).tolist() == [[3, 6] + [0] * 6, [3, 1] + [NUM_SLOTS] * 6, [0] * 8]
+    drafted = [(3, 0, 4, True, 2), (2, 0, 1, False, 0), (1, 9, 2, True, 0)]
+    assert pack_head(Runs.of(drafted), 8, NUM_SLOTS).tolist() == [
+        [3, 4, 5, 8] + [0] * 4,
+        [3, 3, 3, 1] + [NUM_SLOTS] * 4,
+        [0, 1, 2] + [0] * 5,
+    ]
     assert pack_score([ScoreRow(4, 70, 0), ScoreRow(5, 71, 3)], 4).tolist() == [
         [4, 5, 0, 0],
         [70, 71, 0, 0],

@@ -6,15 +6,17 @@ stale hash or race shows as a wrong mark, whatever the schedule. The sampled tok
 history: a request's output must be `expected_output`, however it was scheduled.
 """
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.request import Request, RequestState
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import Buckets
+from jaxserve.scheduler.plan import PlanEntry, StepPlan
 from jaxserve.scheduler.policies import FirstComeFirstServed
-from jaxserve.scheduler.scheduler import Scheduler, StepPlan
+from jaxserve.scheduler.scheduler import Scheduler
 
 VOCAB = 7  # small, so that prompts share prefixes
 EOS = 6
@@ -44,18 +46,45 @@ class Slot:
     write_start: int
     table: list[int]
     seed: int
+    drafts: int = 0
+
+
+class RandomDrafts:
+    """Chooses lengths at random, and proposes tokens of which some are right, from a seed."""
+
+    def __init__(self, seed: int, longest: int):
+        self._source = random.Random(seed)
+        self._longest = longest
+
+    def choose(self, decoding: Sequence[Request], room: int) -> list[int]:
+        lengths = []
+        for _ in decoding:
+            lengths.append(min(self._source.randint(0, self._longest), room))
+            room -= lengths[-1]
+        return lengths
+
+    def propose(self, history: tuple[int, ...], seed: int, length: int) -> list[int]:
+        """At most `length` tokens after a history."""
+        proposed: list[int] = []
+        for _ in range(self._source.choice([0, length, length])):
+            right = next_token((*history, *proposed), seed)
+            proposed.append(right if self._source.random() < 0.7 else self._source.randrange(VOCAB))
+        return proposed
 
 
 class SimulatedDevice:
-    def __init__(self, num_pages: int, page_size: int, num_slots: int, max_len: int):
+    def __init__(
+        self, num_pages: int, page_size: int, num_slots: int, max_len: int, drafts: RandomDrafts | None = None
+    ):
         self.page_size = page_size
+        self.drafts = drafts
         self.pages = [[0] * page_size for _ in range(num_pages)]
         self.slots: list[Slot | None] = [None] * num_slots
         self.max_len = max_len
         self.version = 0  # of the weights
 
-    def run(self, plan: StepPlan) -> list[int | None]:
-        """The sampled token of each entry, None where it does not sample. Checks everything that is read."""
+    def run(self, plan: StepPlan) -> list[list[int]]:
+        """The sampled tokens of each entry, none where it does not sample. Checks everything that is read."""
         for admission in plan.admissions:
             room = self.max_len + 1 - len(admission.token_ids)
             self.slots[admission.slot] = Slot(
@@ -69,32 +98,56 @@ class SimulatedDevice:
             self.pages[target] = list(self.pages[source])
         for slot, index, page in plan.new_pages:
             self.slots[slot].table[index] = page
+        for entry in plan.entries:
+            self._propose(self.slots[entry.slot], entry)
         # Like the device: all writes of a step come before its reads.
         for entry in plan.entries:
-            self._write(self.slots[entry.slot], entry.start, entry.count)
-        return [self._read(self.slots[entry.slot], entry.sample, entry.request.stale) for entry in plan.entries]
+            self._write(self.slots[entry.slot], entry)
+        return [self._read(self.slots[entry.slot], entry) for entry in plan.entries]
 
-    def _write(self, slot: Slot, start: int, count: int) -> None:
-        assert slot.num_computed == start, "the host and the device disagree about a length"
-        for position in range(start, start + count):
+    def _propose(self, slot: Slot, entry: PlanEntry) -> None:
+        slot.drafts = 0
+        if entry.drafts:
+            known = slot.num_computed + 1
+            proposed = self.drafts.propose(tuple(slot.history[:known]), slot.seed, entry.drafts)
+            slot.history[known : known + len(proposed)] = proposed
+            slot.drafts = len(proposed)
+
+    def _write(self, slot: Slot, entry: PlanEntry) -> None:
+        start = slot.num_computed
+        if self.drafts is None or entry.count > 1:
+            assert start == entry.start, "the host and the device disagree about a length"
+        assert start >= entry.start, "the device knows less than the host"
+        for position in range(start, start + entry.count + slot.drafts):
             assert slot.history[position] >= 0, "a token is computed before it exists"
             if position >= slot.write_start:
                 page, offset = divmod(position, self.page_size)
+                assert slot.table[page] >= 0, "a position is written before it has a page"
                 self.pages[slot.table[page]][offset] = mark(tuple(slot.history[: position + 1]), self.version)
-        slot.num_computed += count
+        slot.num_computed += entry.count
 
-    def _read(self, slot: Slot, sample: bool, stale: bool) -> int | None:
+    def _read(self, slot: Slot, entry: PlanEntry) -> list[int]:
+        self._check(slot, entry.request.stale)
+        sampled: list[int] = []
+        if entry.sample:
+            sampled.append(next_token(tuple(slot.history[: slot.num_computed]), slot.seed))
+            for _ in range(slot.drafts):
+                if slot.history[slot.num_computed] != sampled[-1]:
+                    break
+                slot.num_computed += 1
+                sampled.append(next_token(tuple(slot.history[: slot.num_computed]), slot.seed))
+            self._check(slot, entry.request.stale)
+            slot.history[slot.num_computed] = sampled[-1]
+        return sampled
+
+    def _check(self, slot: Slot, stale: bool) -> None:
+        """The keys and values before `num_computed` are those of its tokens."""
         versions = range(self.version + 1) if stale else [self.version]
         for position in range(slot.num_computed):
             page, offset = divmod(position, self.page_size)
             found = self.pages[slot.table[page]][offset]
             right = {mark(tuple(slot.history[: position + 1]), version) for version in versions}
             assert found in right, f"wrong keys and values at position {position}"
-        if not sample:
-            return None
-        token = next_token(tuple(slot.history[: slot.num_computed]), slot.seed)
-        slot.history[slot.num_computed] = token
-        return token
 
 
 class Simulation:
@@ -112,6 +165,7 @@ class Simulation:
         policy: FirstComeFirstServed | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         scheduler_class: type[Scheduler] = Scheduler,
+        drafts: RandomDrafts | None = None,
     ):
         self.max_len = num_pages * page_size
         self.scheduler = scheduler_class(
@@ -121,11 +175,12 @@ class Simulation:
             max_num_batched_tokens=budget,
             max_num_seqs=num_slots,
             policy=policy,
+            draft_lengths=drafts,
         )
         self.clock = clock
-        self.device = SimulatedDevice(num_pages, page_size, num_slots, self.max_len)
+        self.device = SimulatedDevice(num_pages, page_size, num_slots, self.max_len, drafts)
         self.overlap = overlap
-        self.in_flight: tuple[StepPlan, list[int | None]] | None = None
+        self.in_flight: tuple[StepPlan, list[list[int]]] | None = None
         self.requests: list[Request] = []
         self.steps = 0
 
@@ -164,10 +219,10 @@ class Simulation:
         self.steps += 1
         return plan
 
-    def _complete(self, arrived: tuple[StepPlan, list[int | None]] | None) -> None:
+    def _complete(self, arrived: tuple[StepPlan, list[list[int]]] | None) -> None:
         if arrived is not None:
-            for entry, token in zip(arrived[0].entries, arrived[1], strict=True):
-                self.scheduler.complete(entry, token, finite=True)
+            for entry, tokens in zip(arrived[0].entries, arrived[1], strict=True):
+                self.scheduler.complete(entry, tokens, finite=True)
         self.scheduler.check_integrity()
 
     def replace_weights(self, *, recompute: bool) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from simulated_device import EOS, VOCAB, Simulation
+from simulated_device import EOS, VOCAB, RandomDrafts, Simulation
 from watched_scheduler import WatchedScheduler, policies
 
 from jaxserve.request import RequestState
@@ -29,6 +29,8 @@ def workloads(draw):
         "caching": draw(st.booleans()),
         "scheduler_class": WatchedScheduler,
     }
+    if draw(st.booleans()):
+        options["drafts"] = RandomDrafts(draw(st.integers(0, 2**32)), draw(st.integers(1, 9)))
     options["policy"] = policies(options["num_slots"])[draw(st.integers(0, 3))]
     longest = options["num_pages"] * options["page_size"] - 1
     request = st.tuples(

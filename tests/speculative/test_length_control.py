@@ -1,0 +1,139 @@
+"""The length controller against the arithmetic that it stands for, on steps whose cost and drafts are made up."""
+
+import random
+
+import pytest
+
+from jaxserve.config import SpeculativeConfig
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.speculative.acceptance import NO_DRAFT, REJECTED
+from jaxserve.speculative.length_control import LengthController
+
+
+def requests(count: int, **params) -> list[Request]:
+    return [
+        Request(
+            str(i),
+            0,
+            [1],
+            SamplingParams(**params),
+            seed=i,
+            arrival=i,
+            max_total_tokens=999,
+            stop_token_ids=frozenset(),
+        )
+        for i in range(count)
+    ]
+
+
+def simulate(
+    controller: LengthController,
+    running: list[Request],
+    *,
+    row_seconds: float,
+    acceptance: float,
+    step_seconds: float = 0.05,
+    steps: int = 200,
+    room: int = 1000,
+    available: float = 1.0,
+) -> tuple[float, float]:
+    """(tokens a second, mean draft length) of the second half of some steps."""
+    source = random.Random(0)
+    total_tokens = total_seconds = total_lengths = 0.0
+    for step in range(steps):
+        lengths = controller.choose(running, room)
+        assert sum(lengths) <= room
+        rows = tokens = 0
+        for request, length in zip(running, lengths, strict=True):
+            exist = length if source.random() < available else 0
+            accepted = 0
+            while accepted < exist and source.random() < acceptance:
+                accepted += 1
+            sampled = [5] * (1 + accepted) + [REJECTED] * (exist - accepted) + [NO_DRAFT] * (length - exist)
+            assert not length or controller.observe(request, sampled) == 1 + accepted
+            rows, tokens = rows + 1 + exist, tokens + 1 + accepted
+        seconds = (step_seconds + rows * row_seconds) * source.uniform(0.9, 1.1)
+        controller.observe_step(rows, tokens, seconds)
+        if step >= steps // 2:
+            total_tokens, total_seconds = total_tokens + tokens, total_seconds + seconds
+            total_lengths += sum(lengths) / len(lengths)
+    return total_tokens / total_seconds, total_lengths / (steps - steps // 2)
+
+
+def best_fixed(running: int, row_seconds: float, acceptance: float, step_seconds: float = 0.05) -> float:
+    """The rate of the best constant length."""
+    rates = []
+    for length in (0, 1, 3, 7):
+        tokens = running * sum(acceptance**i for i in range(length + 1))
+        rates.append(tokens / (step_seconds + running * (1 + length) * row_seconds))
+    return max(rates)
+
+
+@pytest.mark.parametrize("running", [1, 8, 64])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("row_seconds", [0.0, 0.002, 0.01])
+def test_it_is_nearly_as_fast_as_the_best_constant_length(running, acceptance, row_seconds):
+    controller = LengthController(SpeculativeConfig(method="ngram"))
+    rate, _ = simulate(controller, requests(running), row_seconds=row_seconds, acceptance=acceptance)
+    assert rate > 0.9 * best_fixed(running, row_seconds, acceptance)
+
+
+def test_under_load_it_goes_to_zero_and_comes_back():
+    controller = LengthController(SpeculativeConfig(method="ngram"))
+    running = requests(64)
+    load = {"row_seconds": 0.01, "acceptance": 0.5}
+    _, loaded = simulate(controller, running, **load)
+    _, alone = simulate(controller, running[:1], **load)
+    _, again = simulate(controller, running, **load)
+    assert loaded < 0.2
+    assert again < 0.2
+    assert alone > 0.7
+
+
+def test_a_request_whose_drafts_fail_gets_few_beside_one_whose_drafts_hold():
+    controller = LengthController(SpeculativeConfig(method="ngram"))
+    good, bad = requests(2)
+    for _ in range(60):
+        lengths = controller.choose([good, bad], 100)
+        for request, length in zip((good, bad), lengths, strict=True):
+            if length:
+                controller.observe(request, [5] * (1 + length) if request is good else [5] + [REJECTED] * length)
+        controller.observe_step(2 + sum(lengths), 2 + lengths[0], 0.05 + 0.005 * sum(lengths))
+    drafted = [controller.choose([good, bad], 100) for _ in range(20)]
+    assert all(length == 7 for length, _ in drafted)
+    assert sum(length for _, length in drafted) <= 2
+
+
+def test_where_there_is_little_room_the_surest_drafts_come_first():
+    controller = LengthController(SpeculativeConfig(method="ngram"))
+    running = requests(3)
+    for request, accepted in zip(running, (0, 7, 3), strict=True):
+        for _ in range(5):
+            controller.observe(request, [5] * (1 + accepted) + [REJECTED] * (7 - accepted))
+    assert controller.choose(running, 9)[1] == 7
+    assert sum(controller.choose(running, 9)) <= 9
+    assert controller.choose(running, 0) == [0, 0, 0]
+
+
+def test_a_fixed_length_is_fixed_and_a_request_may_decline():
+    controller = LengthController(SpeculativeConfig(method="ngram", num_speculative_tokens=5, length_control="fixed"))
+    willing, unwilling = requests(1)[0], requests(1, speculative=False)[0]
+    for _ in range(50):
+        assert controller.choose([willing, unwilling], 100) == [5, 0]
+        controller.observe(willing, [5] + [REJECTED] * 5)
+        controller.observe_step(7, 2, 1.0)
+
+
+def test_the_counts_are_those_of_the_drafts():
+    controller = LengthController(SpeculativeConfig(method="ngram", num_speculative_tokens=3))
+    (request,) = requests(1)
+    controller.observe(request, [5, 6, REJECTED, NO_DRAFT])
+    controller.observe(request, [5, 6, 7, 8])
+    controller.observe(request, [5, NO_DRAFT, NO_DRAFT, NO_DRAFT])
+    stats = controller.stats()
+    assert stats["spec_num_drafts"] == 2
+    assert stats["spec_num_draft_tokens"] == 5
+    assert stats["spec_num_accepted_tokens"] == 4
+    assert stats["spec_mean_accepted_length"] == 3.0
+    assert [stats[f"spec_num_accepted_tokens_pos_{i}"] for i in range(3)] == [2, 1, 1]

@@ -1,0 +1,159 @@
+"""Speculation changes nothing but the speed: tokens, log-probabilities and texts with and without it are the same."""
+
+from dataclasses import replace
+
+import pytest
+from engine_tools import assert_same, requests_for, run, run_alone, tiny_decoder, tiny_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve import SamplingParams
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+FIXED = {**NGRAM, "num_speculative_tokens": 5, "length_control": "fixed"}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with tiny_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def speculating():
+    with tiny_engine(speculative_config=FIXED) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return requests_for(300, 40, longest=100, max_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def expected(plain, requests):
+    return run(plain, requests)
+
+
+def drafts_are_accepted(engine) -> None:
+    stats = engine.stats()
+    assert 0 < stats["spec_num_accepted_tokens"] < stats["spec_num_draft_tokens"], "nothing was verified"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": FIXED},
+        {"speculative_config": NGRAM},  # the controller changes lengths
+        {"speculative_config": FIXED, "async_scheduling": False},
+        {"speculative_config": FIXED, "num_pages": 24, "page_size": 16},  # preemption
+        {"speculative_config": FIXED, "max_num_batched_tokens": 24, "max_num_seqs": 8},
+        {"speculative_config": FIXED, "attention_backend": "xla", "linear_backend": "xla"},
+    ],
+    ids=["fixed", "auto", "without overlap", "preempted", "small budget", "xla"],
+)
+def test_the_same_as_without(expected, requests, options):
+    with tiny_engine(**options) as engine:
+        results = run(engine, requests)
+        if options.get("attention_backend") == "xla":
+            with tiny_engine(attention_backend="xla", linear_backend="xla") as other:
+                expected = run(other, requests)
+        assert_same(results, expected)
+        drafts_are_accepted(engine)
+        if "num_pages" in options:
+            assert engine.stats()["num_preemptions"] > 0
+
+
+MODEL = {"method": "draft_model", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_attention_heads": 4}])
+@pytest.mark.parametrize("options", [{}, {"num_pages": 24}], ids=["roomy", "preempted"])
+def test_a_draft_model_changes_nothing(expected, requests, changes, options):
+    with tiny_engine(speculative_config=MODEL, draft_decoder=tiny_decoder(**changes), **options) as engine:
+        assert_same(run(engine, requests), expected)
+        stats = engine.stats()
+        if not changes:  # the model itself: what it proposes is what it takes, sampled tokens, penalties and all
+            assert stats["spec_num_accepted_tokens"] == stats["spec_num_draft_tokens"] > 0
+        else:
+            assert stats["spec_num_draft_tokens"] > 0
+        if options:
+            assert stats["num_preemptions"] > 0
+
+
+def test_a_draft_model_follows_cached_prefixes_and_branches():
+    """Pages found in the cache and copied ones hold the draft model's keys and values, too: it goes on agreeing."""
+    with tiny_engine(
+        speculative_config={**MODEL, "length_control": "fixed"}, draft_decoder=tiny_decoder(), page_size=8
+    ) as engine:
+        prompt = [(7 * i) % 50 + 10 for i in range(60)]
+        params = SamplingParams(max_tokens=30, temperature=0.8, seed=3, n=3)
+        for _ in range(2):
+            run(engine, [(prompt, params)])
+            stats = engine.stats()
+            assert stats["spec_num_accepted_tokens"] == stats["spec_num_draft_tokens"] > 0
+        assert stats["prefix_cache_hits"] > 0
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(ValueError, match=r"speculative_config.model=None"):
+        tiny_engine(speculative_config=MODEL)
+    with pytest.raises(ValueError, match="vocab_size=301"):
+        tiny_engine(speculative_config=MODEL, draft_decoder=tiny_decoder(vocab_size=301))
+    with pytest.raises(ValueError, match="max_position_embeddings=64"):
+        tiny_engine(speculative_config=MODEL, draft_decoder=tiny_decoder(max_position_embeddings=64))
+    with pytest.raises(ValueError, match="draft_decoder"):
+        tiny_engine(speculative_config=NGRAM, draft_decoder=tiny_decoder())
+    with pytest.raises(ValueError, match=r"method='n_gram'.*did you mean 'ngram'"):
+        tiny_engine(speculative_config={"method": "n_gram"})
+    with pytest.raises(ValueError, match="num_speculative_tokens=16"):
+        tiny_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 16})
+
+
+def test_alone_and_cached(speculating, requests, expected):
+    some = slice(0, 40, 5)
+    assert_same(run_alone(speculating, requests[some]), expected[some])
+    assert_same(run(speculating, requests[some]), expected[some])  # from the prefix cache
+
+
+def test_requests_may_decline(speculating, requests, expected):
+    declined = [(prompt, replace(params, speculative=False)) for prompt, params in requests[:8]]
+    speculating.reset_stats()
+    assert_same(run(speculating, declined), expected[:8])
+    assert speculating.stats()["spec_num_draft_tokens"] == 0
+
+
+@st.composite
+def repetitive_requests(draw):
+    """Prompts that repeat themselves, with any parameters, so that drafts are accepted and rejected."""
+    piece = draw(st.lists(st.integers(8, 20), min_size=1, max_size=5))
+    prompt = (piece * draw(st.integers(1, 8)))[: draw(st.integers(1, 30))]
+    params = {
+        "max_tokens": draw(st.integers(1, 40)),
+        "temperature": draw(st.sampled_from([0.0, 0.0, 0.7, 1.0])),
+        "seed": draw(st.integers(0, 9)),
+        "n": draw(st.sampled_from([1, 1, 2])),
+        "logprobs": draw(st.sampled_from([None, 0, 3, -1])),
+        "repetition_penalty": draw(st.sampled_from([1.0, 0.5, 1.3])),
+        "frequency_penalty": draw(st.sampled_from([0.0, -1.0, 0.5])),
+        "presence_penalty": draw(st.sampled_from([0.0, -1.0])),
+        "top_k": draw(st.sampled_from([0, 3])),
+        "top_p": draw(st.sampled_from([1.0, 0.8])),
+        "min_p": draw(st.sampled_from([0.0, 0.2])),
+    }
+    if draw(st.booleans()):
+        params["logit_bias"] = dict.fromkeys(draw(st.sets(st.integers(8, 20), min_size=1, max_size=4)), 30.0)
+    if draw(st.booleans()):
+        params["allowed_token_ids"] = tuple(sorted(draw(st.sets(st.integers(5, 20), min_size=2, max_size=6))))
+        params.pop("logit_bias", None)
+    if draw(st.booleans()):
+        params["stop_token_ids"] = (draw(st.integers(8, 20)),)
+        if "allowed_token_ids" not in params:
+            params["min_tokens"] = draw(st.integers(0, params["max_tokens"]))
+    return prompt, SamplingParams(**params)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(repetitive_requests(), min_size=1, max_size=6))
+def test_any_parameters(plain, speculating, requests):
+    assert_same(run(speculating, requests), run(plain, requests))
