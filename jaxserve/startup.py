@@ -117,13 +117,17 @@ def prepare(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer 
     if config.mesh is not None:
         check_mesh(model.config, config.mesh)
     wanted_len = _wanted_length(config, model.config)
-    layout = KVLayout(
-        model.config.num_layers,
-        model.config.num_kv_heads,
-        model.config.head_dim,
-        config.page_size,
-        model.dtype,
+    size = model.config
+    attention = choose_attention(
+        config.attention_backend,
+        head_dim=size.head_dim,
+        group=size.num_heads // size.num_kv_heads,
+        dtype=model.dtype,
+        max_model_len=wanted_len,
+        mesh=config.mesh,
     )
+    page_size = config.page_size or attention.page_size
+    layout = KVLayout(size.num_layers, size.num_kv_heads, size.head_dim, page_size, model.dtype)
     plan = _plan_memory(config, model, layout, wanted_len)
     max_len = _fit_length(config, wanted_len, plan)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_len:
@@ -131,7 +135,6 @@ def prepare(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer 
             f"max_num_batched_tokens={config.max_num_batched_tokens}: without enable_chunked_prefill it must be at "
             f"least max_model_len={max_len}, so that every prompt fits one step"
         )
-    attention = choose_attention(config.attention_backend, head_dim=model.config.head_dim, mesh=config.mesh)
     linear = choose_linear(config.linear_backend, model.dtype, config.mesh)
     decided = _buckets(config, jax.default_backend(), model.dtype, native_linear=linear is not None)
     return Prepared(model, layout, plan, max_len, attention, linear, *decided)
@@ -161,7 +164,7 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         deterministic = differs is None
     scheduler = Scheduler(
         BlockPool(plan.num_pages, enable_prefix_caching=config.enable_prefix_caching),
-        page_size=config.page_size,
+        page_size=layout.page_size,
         buckets=buckets,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,

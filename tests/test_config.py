@@ -16,7 +16,7 @@ WRONG = {
     "tokenizer": ["", 3, True],
     "dtype": ["float", "int8", np.float32, None],
     "max_model_len": [0, -1, 1.0, True, "64"],
-    "page_size": [0, 17, 16.0, True, "16", None],
+    "page_size": [0, 17, 16.0, True, "16"],
     "num_pages": [0, -5, 2.5, True, "8"],
     "memory_utilization": [0, 0.0, -0.1, 1.01, math.nan, math.inf, True, "0.5", None],
     "max_num_seqs": [0, -1, 1.5, True, "8", None],
@@ -122,7 +122,7 @@ def test_it_is_frozen_and_takes_keywords_only():
 def test_defaults():
     config = EngineConfig()
     assert (config.model, config.dtype, config.max_model_len, config.num_pages) == (None, "auto", None, None)
-    assert (config.page_size, config.max_num_seqs, config.max_num_batched_tokens) == (16, 64, 128)
+    assert (config.page_size, config.max_num_seqs, config.max_num_batched_tokens) == (None, 64, 128)
     assert (config.enable_prefix_caching, config.enable_chunked_prefill, config.async_scheduling) == (True, True, True)
     assert (config.scheduling_policy, config.priority_aging_s) == ("fcfs", None)
     assert (config.deterministic, config.compile, config.attention_backend) == ("auto", "lazy", "auto")

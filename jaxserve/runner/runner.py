@@ -154,7 +154,7 @@ class Runner:
         rows = self.buckets.row_bucket(max(sampled_rows, 1))
         programs = [self._bodies[tokens], *([self._heads[rows, greedy]] if sampled_rows else [])]
         body, *head = self.compiler.get_all(programs)
-        packed = inputs.pack_body(runs, new_pages, tokens, self.num_slots)
+        packed = inputs.pack_body(runs, new_pages, tokens, self.num_slots, self.step.attention.work)
         self.kv, self.slots, hidden, finite = body(self.weights, self.kv, self.slots, packed)
         sampled = None
         if head:
@@ -212,7 +212,8 @@ class Runner:
         self.compiler.warm_up(self.programs(), progress)
 
     def _body_program(self, tokens: int) -> Program:
-        packed = jax.ShapeDtypeStruct((inputs.body_inputs_size(tokens),), jnp.int32)
+        size = inputs.body_inputs_size(tokens, self.step.attention.work)
+        packed = jax.ShapeDtypeStruct((size,), jnp.int32)
         function = partial(step.body, self.step, tokens=tokens)
         return Program(
             "body", tokens, function, (self._weights_like, self._kv_like, self._slots_like, packed), donate=(1, 2)

@@ -91,7 +91,7 @@ def body(
     tokens: int,
 ) -> tuple[KVCache, Slots, Float[Array, "max_tokens hidden"], Bool[Array, " tokens"]]:
     """Compute the scheduled tokens. Returns their hidden rows for the head and which rows stayed finite."""
-    inputs = unpack_body(packed, tokens)
+    inputs = unpack_body(packed, tokens, step.attention.work)
     with jax.named_scope("tables"):
         slots = _new_pages(slots, inputs)
         num_pages, _, _, page_size, _ = kv[0].pages.shape
