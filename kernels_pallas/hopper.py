@@ -97,3 +97,8 @@ def work_loop(total: Int[Array, ""], programs: int, body: Callable, carry=None):
     if carry is None:
         return lax.fori_loop(jnp.int32(0), turns, lambda turn, _: body(first + turn * programs), None)
     return lax.fori_loop(jnp.int32(0), turns, lambda turn, carry: body(first + turn * programs, carry), carry)
+
+
+def next_slot(slot: Int[Array, ""], slots: int) -> Int[Array, ""]:
+    """The slot of a ring that follows; a remainder would take more registers."""
+    return jnp.where(slot == slots - 1, 0, slot + 1)

@@ -66,18 +66,18 @@ def combine_splits(
                 plgpu.copy_gmem_to_smem(acc_g.at[source], acc_s.at[slot, mine], ready.at[slot])
                 plgpu.copy_gmem_to_smem(stats_g.at[source], stats_s.at[slot, mine], ready.at[slot])
 
-            def take(split, total):
-                slot = lax.rem(split - first, jnp.int32(stages))
+            def take(split, carry):
+                total, slot = carry
                 plgpu.barrier_wait(ready.at[slot])
                 acc = plgpu.load(acc_s.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
                 stats = plgpu.load(stats_s.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
                 plgpu.commit_smem()
                 pl.when(split + stages < last)(lambda: load(split + stages, slot))
-                return online_softmax.fold(total, state_of(acc, stats))
+                return online_softmax.fold(total, state_of(acc, stats)), hopper.next_slot(slot, stages)
 
             for i in range(stages):
                 pl.when(first + i < last)(lambda i=i: load(first + i, jnp.int32(i)))
-            total = lax.fori_loop(first, last, take, online_softmax.empty(head_dim))
+            total, _ = lax.fori_loop(first, last, take, (online_softmax.empty(head_dim), jnp.int32(0)))
             out_s[...] = online_softmax.normalised(total).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, group)], out_g.at[row.row * kv_heads + head])

@@ -100,29 +100,28 @@ def paged_decode(
             positions = span.first + lax.div(hopper.row_index(), jnp.int32(group))
 
             def take(block, carry):
-                state, ids = carry  # ids: of the block that follows into this slot, read one turn ahead
-                slot = lax.rem(block - first, jnp.int32(stages))
+                state, slot, ids = carry  # ids: of the block that follows into this slot, read one turn ahead
                 plgpu.barrier_wait(k_ready.at[slot])
                 s = block_scores(q_s, k_s.at[slot], positions, span, block, scale, interpret=interpret)
                 plgpu.barrier_wait(v_ready.at[slot])
                 state = online_softmax.take_block(state, s, scale.factor, v_s.at[slot], interpret=interpret)
                 pl.when(block + stages < last)(lambda: load(ids, slot))
-                return state, pages.ids(block + stages + 1)
+                return state, hopper.next_slot(slot, stages), pages.ids(block + stages + 1)
 
             def take_split(split, carry):
-                total, ids = carry
+                total, *ring = carry
                 start = jnp.maximum(split * split_blocks, first)
                 stop = jnp.minimum((split + 1) * split_blocks, last)
-                state, ids = lax.fori_loop(start, stop, take, (online_softmax.empty(head_dim), ids))
-                return online_softmax.fold(total, state), ids
+                state, *ring = lax.fori_loop(start, stop, take, (online_softmax.empty(head_dim), *ring))
+                return online_softmax.fold(total, state), *ring
 
-            start = online_softmax.empty(head_dim), pages.ids(first + stages)
+            start = online_softmax.empty(head_dim), jnp.int32(0), pages.ids(first + stages)
             if config.folds_in_decode:
                 start_split = lax.div(first, jnp.int32(split_blocks))
                 end_split = lax.div(last - 1, jnp.int32(split_blocks)) + 1
-                total, _ = lax.fori_loop(start_split, end_split, take_split, start)
+                total, *_ = lax.fori_loop(start_split, end_split, take_split, start)
             else:  # one split an item; like a fold into nothing, this turns -0 into 0
-                state, _ = lax.fori_loop(first, last, take, start)
+                state, *_ = lax.fori_loop(first, last, take, start)
                 total = state._replace(acc=state.acc + 0.0)
             pl.when(finishes)(lambda: write_result(item, head, total))
             pl.when(jnp.logical_not(finishes))(lambda: write_partial(item, head, total))

@@ -78,11 +78,10 @@ def fold(total: State, split: State) -> State:
     top = jnp.maximum(total.top, split.top)
     old, new = jnp.exp2(total.top - top), jnp.exp2(split.top - top)
     # The products are rounded before they are added, whatever the compiler makes of the code around.
-    mass = lax.optimization_barrier((total.mass * old, split.mass * new))
-    acc = lax.optimization_barrier(
-        (total.acc * hopper.over_columns(old, head_dim), split.acc * hopper.over_columns(new, head_dim))
-    )
-    return State(acc[0] + acc[1], top, mass[0] + mass[1])
+    rounded = lax.optimization_barrier
+    mass = rounded(total.mass * old) + rounded(split.mass * new)
+    kept = rounded(total.acc * hopper.over_columns(old, head_dim))
+    return State(kept + rounded(split.acc * hopper.over_columns(new, head_dim)), top, mass)
 
 
 def normalised(total: State) -> Float32[Array, "64 head_dim"]:

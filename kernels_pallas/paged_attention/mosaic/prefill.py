@@ -26,7 +26,7 @@ from jaxserve.kernels_pallas.paged_attention.mosaic.blocks import Pages, Span, b
 from jaxserve.kernels_pallas.paged_attention.mosaic.config import KV_BLOCK, TileConfig
 from jaxserve.kernels_pallas.paged_attention.mosaic.online_softmax import Scale
 
-COPY_REGISTERS = 24  # per thread of the copying warpgroup
+COPY_REGISTERS = 32  # per thread of the copying warpgroup
 
 
 class Tiles(NamedTuple):
@@ -79,7 +79,7 @@ def paged_prefill(
             plgpu.set_max_registers(compute_registers(workers), action="increase")
             q_s, out_s = q_all.at[worker], out_all.at[worker]
 
-            def attend_tile(index, done):  # done: blocks that have come through the rings so far
+            def attend_tile(index, slot):  # slot: of the rings, for the tile's first block
                 tile, head, span, (first, last) = tile_at(index)
                 row = tile.row + worker * worker_tokens
                 load_queries(q_g, head, row * group, q_s)
@@ -87,24 +87,27 @@ def paged_prefill(
                 positions = start + lax.div(hopper.row_index(), jnp.int32(group))
                 mine = Span(start, jnp.minimum(start + (worker_tokens - 1), span.last), window)
 
-                def take(block, state):
-                    slot = lax.rem(done + (block - first), jnp.int32(stages))
+                def take(block, carry):
+                    state, slot = carry
                     plgpu.barrier_wait(k_ready.at[slot])
                     s = block_scores(q_s, k_s.at[slot], positions, mine, block, scale, interpret=interpret)
                     plgpu.barrier_arrive(k_free.at[slot])
                     plgpu.barrier_wait(v_ready.at[slot])
                     state = online_softmax.take_block(state, s, scale.factor, v_s.at[slot], interpret=interpret)
                     plgpu.barrier_arrive(v_free.at[slot])
-                    return state
+                    return state, hopper.next_slot(slot, stages)
 
-                def take_split(split, total):
+                def take_split(split, carry):
+                    total, slot = carry
                     begin = jnp.maximum(split * split_blocks, first)
                     end = jnp.minimum((split + 1) * split_blocks, last)
-                    return online_softmax.fold(total, lax.fori_loop(begin, end, take, online_softmax.empty(head_dim)))
+                    state, slot = lax.fori_loop(begin, end, take, (online_softmax.empty(head_dim), slot))
+                    return online_softmax.fold(total, state), slot
 
                 begin_split = lax.div(first, jnp.int32(split_blocks))
                 end_split = lax.div(last - 1, jnp.int32(split_blocks)) + 1
-                total = lax.fori_loop(begin_split, end_split, take_split, online_softmax.empty(head_dim))
+                start_state = online_softmax.empty(head_dim), slot
+                total, slot = lax.fori_loop(begin_split, end_split, take_split, start_state)
                 plgpu.wait_smem_to_gmem(0)  # the last tile's result has left
                 out_s[...] = online_softmax.normalised(total).astype(dtype)
                 plgpu.commit_smem()
@@ -115,7 +118,7 @@ def paged_prefill(
 
                 my_count = jnp.clip(tile.count - worker * worker_tokens, 0, worker_tokens)
                 lax.fori_loop(jnp.int32(0), my_count, store, None)
-                return done + (last - first)
+                return slot
 
             hopper.work_loop(count_g[0] * kv_heads, config.prefill_programs, attend_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
@@ -123,27 +126,27 @@ def paged_prefill(
         def copy():
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
 
-            def copy_tile(index, done):
+            def copy_tile(index, carry):
                 tile, head, span, (first, last) = tile_at(index)
                 last_page = lax.div(span.last, jnp.int32(page_size))
                 pages = Pages(pieces_g, table_g, kv_heads, page_size, tile.slot, last_page)
 
-                def copy_block(block, _):
+                def copy_block(block, carry):
+                    number, slot = carry  # blocks that came before it, and the slot of the rings that it takes
                     ids = pages.ids(block)
-                    number = done + (block - first)
-                    slot = lax.rem(number, jnp.int32(stages))
                     pl.when(number >= stages)(lambda: plgpu.barrier_wait(k_free.at[slot]))
                     pages.copy(ids, 0, head, k_s.at[slot], k_ready.at[slot])
                     pl.when(number >= stages)(lambda: plgpu.barrier_wait(v_free.at[slot]))
                     pages.copy(ids, 1, head, v_s.at[slot], v_ready.at[slot])
+                    return number + 1, hopper.next_slot(slot, stages)
 
-                lax.fori_loop(first, last, copy_block, None)
-                return done + (last - first)
+                return lax.fori_loop(first, last, copy_block, carry)
 
-            done = hopper.work_loop(count_g[0] * kv_heads, config.prefill_programs, copy_tile, jnp.int32(0))
+            start = jnp.int32(0), jnp.int32(0)
+            number, _ = hopper.work_loop(count_g[0] * kv_heads, config.prefill_programs, copy_tile, start)
             for slot in range(stages):  # leave no barrier behind that was passed and not waited for
 
-                @pl.when(slot < done)
+                @pl.when(slot < number)
                 def _(slot=slot):
                     plgpu.barrier_wait(k_free.at[slot])
                     plgpu.barrier_wait(v_free.at[slot])
