@@ -8,8 +8,8 @@ from typing import Any, no_type_check
 from jaxserve.validation import check_names, is_integer, is_number, nearest_name, require
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "reference", "xla", "native")
-LINEAR_BACKENDS = ("auto", "xla", "native")
+ATTENTION_BACKENDS = ("auto", "reference", "xla", "native", "mosaic")
+LINEAR_BACKENDS = ("auto", "xla", "native", "mosaic")
 SCHEDULING_POLICIES = ("fcfs", "priority", "static")
 COMPILE_MODES = ("lazy", "warmup")
 GENERATION_CONFIGS = ("auto", "none")
@@ -83,7 +83,7 @@ class EngineConfig:
         tokenizer: likewise; None takes the model's own.
         dtype: of weights, activations and pages; `auto` is what the checkpoint says.
         max_model_len: tokens of prompt and output together; None is the model's own, cut to the pool.
-        page_size: tokens per page of the KV cache.
+        page_size: tokens per page of the KV cache; None is 64 with the attention backend `mosaic` and 16 with others.
         num_pages: size of the pool; None derives it from `memory_utilization`.
         memory_utilization: share of the device's memory for weights and pages together; on a CPU the pool also
             stays under 2 GiB.
@@ -97,10 +97,10 @@ class EngineConfig:
         enable_prefix_caching: reuse the pages of equal prefixes.
         enable_chunked_prefill: False computes each prompt in one step.
         async_scheduling: plan and post-process on the host while the device computes the next step.
-        attention_backend: which implementation of paged attention; `auto` is `native` (C++, built at first use) on
-            CPUs with a compiler and `xla` elsewhere.
+        attention_backend: which implementation of paged attention; `auto` is `mosaic` (Pallas kernels) on GPUs of
+            compute capability 9.0, `native` (C++, built at first use) on CPUs with a compiler, `xla` elsewhere.
         linear_backend: which implementation of a layer's products; `auto` is `native` likewise, but for bfloat16
-            on CPUs that multiply it themselves.
+            on CPUs that multiply it themselves, and `mosaic` on Hopper GPUs where `deterministic` is True.
         deterministic: results do not depend on what else is in the batch. `auto` is True where that is proven
             for this backend, dtype and JAX version and confirmed by a test at start.
         generation_config: `auto` takes the parameters of requests that bring none from the model's
@@ -116,7 +116,7 @@ class EngineConfig:
     tokenizer: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
     num_pages: int | None = None
     memory_utilization: float = 0.9
     max_num_seqs: int = 64
@@ -152,7 +152,7 @@ class EngineConfig:
         require(aging is None or valid, "priority_aging_s", aging, rule)
         _one_of(self, "attention_backend", ATTENTION_BACKENDS)
         _one_of(self, "linear_backend", LINEAR_BACKENDS)
-        _one_of(self, "page_size", PAGE_SIZES)
+        _one_of(self, "page_size", (None, *PAGE_SIZES))
         _one_of(self, "deterministic", ("auto", True, False))
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")

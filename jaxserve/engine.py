@@ -162,11 +162,11 @@ class Engine:
             self._admit(admission)
         if plan.copies:
             self.runner.copy_pages(plan.copies)
-        _, *columns = zip(*plan.entries, strict=True)
+        _, slots, _, counts, samples, drafts, latest = zip(*plan.entries, strict=True)
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
         wanted = wanted_rows(plan)
         extras = {"greedy": plan.only_greedy, "scores": wanted.scores, "whole": wanted.whole}
-        handle = self.runner.run(Runs.of_columns(columns), plan.new_pages, **extras)
+        handle = self.runner.run(Runs.of_columns((slots, latest, counts, samples, drafts)), plan.new_pages, **extras)
         return InFlight(plan, wanted, handle, perf_counter())
 
     def _admit(self, a: Admission) -> None:
@@ -206,7 +206,7 @@ class Engine:
         row = sampled_row = 0
         all_finite, tokens = bool(result.finite[: plan.num_tokens].all()), result.tokens.tolist()
         for entry in plan.entries:
-            request, _, _, count, sample, drafts = entry
+            request, _, _, count, sample, drafts, _ = entry
             sampled: list[int] = []
             if sample:
                 sampled = tokens[sampled_row : sampled_row + 1 + drafts]

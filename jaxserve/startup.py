@@ -19,8 +19,8 @@ from jaxserve.checkpoint.hugging_face import dtype_of, read_config, read_generat
 from jaxserve.checkpoint.loading import load_decoder, model_folder
 from jaxserve.config import EngineConfig, SpeculativeConfig
 from jaxserve.input_processor import InputProcessor
-from jaxserve.kernels_pallas.cpu.linear import NativeLinear, choose_linear
-from jaxserve.kernels_pallas.paged_attention import AttentionBackend, choose_attention
+from jaxserve.kernels_pallas.matmul import LinearKernel, choose_linear
+from jaxserve.kernels_pallas.paged_attention import XLA, AttentionBackend, choose_attention
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.sharding import check_mesh
@@ -75,7 +75,7 @@ class Prepared(NamedTuple):
     memory_plan: MemoryPlan
     max_model_len: int
     attention: AttentionBackend
-    native_linear: NativeLinear | None
+    linear_kernel: LinearKernel | None
     deterministic: bool
     not_proven: str | None
     buckets: Buckets
@@ -125,9 +125,10 @@ def prepare(
         check_mesh(model.config, config.mesh)
     wanted_len = _wanted_length(config, model.config)
     draft = _draft_model(config, model, draft_decoder)
-    layout = _layout(config, model)
+    attention = _choose_attention(config, model, draft, wanted_len)
+    layout = _layout(model, config.page_size or attention.page_size)
     if draft is not None:
-        layout = replace(layout, draft=_layout(config, draft))
+        layout = replace(layout, draft=_layout(draft, layout.page_size))
     plan = _plan_memory(config, model, draft, layout, wanted_len)
     max_len = _fit_length(config, wanted_len, plan)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_len:
@@ -137,10 +138,14 @@ def prepare(
         )
     if draft is not None:
         _check_draft(draft, model, max_len)
-    head_dim = math.gcd(model.config.head_dim, draft.config.head_dim if draft is not None else 0)
-    attention = choose_attention(config.attention_backend, head_dim=head_dim, mesh=config.mesh)
-    linear = choose_linear(config.linear_backend, model.dtype, config.mesh)
-    decided = _buckets(config, jax.default_backend(), model.dtype, native_linear=linear is not None)
+    linear = choose_linear(
+        config.linear_backend,
+        model.dtype,
+        config.mesh,
+        products={**model.config.products, **_draft_products(draft)},
+        deterministic=config.deterministic is True,
+    )
+    decided = _buckets(config, jax.default_backend(), model.dtype, linear_kernel=linear is not None)
     return Prepared(model, layout, plan, max_len, attention, linear, *decided, draft)
 
 
@@ -159,7 +164,7 @@ def start(
         max_len=max_len,
         buckets=buckets,
         attention=attention,
-        native_linear=linear,
+        linear_kernel=linear,
         mesh=config.mesh,
         cache_dir=config.compilation_cache(),
         proposer=_proposer(config.speculative_config),
@@ -174,7 +179,7 @@ def start(
     controller = None if config.speculative_config is None else LengthController(config.speculative_config)
     scheduler = Scheduler(
         BlockPool(plan.num_pages, enable_prefix_caching=config.enable_prefix_caching),
-        page_size=config.page_size,
+        page_size=layout.page_size,
         buckets=buckets,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -197,10 +202,25 @@ def start(
     return Parts(model.tokenizer, model.config, max_len, deterministic, plan, scheduler, runner, inputs, controller)
 
 
-def _layout(config: EngineConfig, model: Model) -> KVLayout:
-    described = model.config
-    heads = described.num_kv_heads, described.head_dim
-    return KVLayout(described.num_layers, *heads, config.page_size, model.dtype)
+def _layout(model: Model, page_size: int) -> KVLayout:
+    return KVLayout(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, page_size, model.dtype)
+
+
+def _choose_attention(config: EngineConfig, model: Model, draft: Model | None, max_model_len: int) -> AttentionBackend:
+    """One backend for both models: it must suit the draft model's heads, too."""
+    chosen = [
+        choose_attention(
+            config.attention_backend,
+            head_dim=one.config.head_dim,
+            group=one.config.num_heads // one.config.num_kv_heads,
+            dtype=one.dtype,
+            max_model_len=max_model_len,
+            mesh=config.mesh,
+        )
+        for one in (model, draft)
+        if one is not None
+    ]
+    return chosen[0] if len({(backend.name, backend.work) for backend in chosen}) == 1 else XLA
 
 
 def _draft_model(config: EngineConfig, model: Model, decoder: Decoder | None) -> Model | None:
@@ -223,6 +243,10 @@ def _draft_model(config: EngineConfig, model: Model, decoder: Decoder | None) ->
     tokenizer = Tokenizer.from_folder(folder, vocab_size=described.vocab_size) if model.tokenizer is not None else None
     load = lambda: load_decoder(folder, dtype=model.dtype, max_model_len=config.max_model_len)
     return Model(described, model.dtype, tokenizer, load)
+
+
+def _draft_products(draft: Model | None) -> dict[str, tuple[int, int]]:
+    return {} if draft is None else {f"the draft model's {name}": size for name, size in draft.config.products.items()}
 
 
 def _check_draft(draft: Model, model: Model, max_len: int) -> None:
@@ -324,14 +348,14 @@ def _fit_length(config: EngineConfig, wanted: int, plan: MemoryPlan) -> int:
 
 
 def _buckets(
-    config: EngineConfig, backend: str, dtype: jnp.dtype, *, native_linear: bool
+    config: EngineConfig, backend: str, dtype: jnp.dtype, *, linear_kernel: bool
 ) -> tuple[bool, str | None, Buckets]:
     """Whether to be deterministic, why not if that was wanted, and the shapes that go with it."""
     limits, speculates = (config.max_num_batched_tokens, config.max_num_seqs), config.speculative_config is not None
     make = lambda smallest: Buckets.make(*limits, smallest, speculates=speculates)
     if config.deterministic is False:
         return False, None, make(ROW_MULTIPLE)
-    buckets = make(determinism.smallest_bucket(backend, dtype, native_linear=native_linear))
+    buckets = make(determinism.smallest_bucket(backend, dtype, linear_kernel=linear_kernel))
     reason = determinism.unproven(backend, dtype, buckets.tokens[-1])
     if reason is None:
         return True, None, buckets

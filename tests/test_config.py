@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig, cache_folder
+from jaxserve.config import EngineConfig, SpeculativeConfig, cache_folder
 
 WRONG = {
     "linear_backend": ["reference", "cuda", None],
@@ -16,7 +16,7 @@ WRONG = {
     "tokenizer": ["", 3, True],
     "dtype": ["float", "int8", np.float32, None],
     "max_model_len": [0, -1, 1.0, True, "64"],
-    "page_size": [0, 17, 16.0, True, "16", None],
+    "page_size": [0, 17, 16.0, True, "16"],
     "num_pages": [0, -5, 2.5, True, "8"],
     "memory_utilization": [0, 0.0, -0.1, 1.01, math.nan, math.inf, True, "0.5", None],
     "max_num_seqs": [0, -1, 1.5, True, "8", None],
@@ -32,12 +32,39 @@ WRONG = {
     "generation_config": ["none ", "vllm", True, None],
     "compile": ["warm-up", "eager", True, None],
     "compilation_cache_dir": [3, False],
+    "speculative_config": ["ngram", 3, ["ngram"], True],
     "mesh": ["model", 2, (1, 2)],
+}
+WRONG_SPECULATION = {
+    "method": ["n-gram", "eagle", None, 1],
+    "model": ["a-model", 3],  # the first only goes with the method draft_model
+    "num_speculative_tokens": [0, -1, 16, 2.0, True, None],
+    "length_control": ["automatic", None, True],
+    "draft_lengths": [(3, 1), (-1,), ("1",), 3, (1, 1), None],
+    "prompt_lookup_min": [0, 5, 1.5, None],  # more than prompt_lookup_max
+    "prompt_lookup_max": [0, 1, True, None],
 }
 
 
 def test_every_field_has_wrong_values_below():
     assert set(WRONG) == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def test_wrong_values_of_speculation_are_refused_with_field_value_and_rule():
+    assert set(WRONG_SPECULATION) == {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    for field, values in WRONG_SPECULATION.items():
+        for value in values:
+            with pytest.raises(ValueError, match=r"=.*: \w+ must be ") as error:
+                SpeculativeConfig(**{"method": "ngram", field: value})
+            assert field in str(error.value)
+            assert repr(value) in str(error.value)
+
+
+def test_speculation_may_be_a_dict():
+    config = EngineConfig(speculative_config={"method": "ngram", "draft_lengths": [0, 2]})
+    assert config.speculative_config == SpeculativeConfig(method="ngram", draft_lengths=(0, 2))
+    with pytest.raises(TypeError, match="did you mean 'num_speculative_tokens'"):
+        EngineConfig(speculative_config={"method": "ngram", "num_speculative_token": 3})
 
 
 @pytest.mark.parametrize("field", WRONG)
@@ -105,6 +132,7 @@ def test_right_values_are_kept():
         "generation_config": "none",
         "compile": "warmup",
         "compilation_cache_dir": "",
+        "speculative_config": SpeculativeConfig(method="draft_model", model="a-model", num_speculative_tokens=15),
         "mesh": jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("model",)),
     }
     config = EngineConfig.from_dict(values)
@@ -122,7 +150,7 @@ def test_it_is_frozen_and_takes_keywords_only():
 def test_defaults():
     config = EngineConfig()
     assert (config.model, config.dtype, config.max_model_len, config.num_pages) == (None, "auto", None, None)
-    assert (config.page_size, config.max_num_seqs, config.max_num_batched_tokens) == (16, 64, 128)
+    assert (config.page_size, config.max_num_seqs, config.max_num_batched_tokens) == (None, 64, 128)
     assert (config.enable_prefix_caching, config.enable_chunked_prefill, config.async_scheduling) == (True, True, True)
     assert (config.scheduling_policy, config.priority_aging_s) == ("fcfs", None)
     assert (config.deterministic, config.compile, config.attention_backend) == ("auto", "lazy", "auto")

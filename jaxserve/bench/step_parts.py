@@ -37,7 +37,7 @@ def products(step: StepDefinition, weights: Weights, hidden: jax.Array, count: j
 def attention(step: StepDefinition, kv, slots, packed: jax.Array, q: jax.Array, context: jax.Array) -> jax.Array:
     """The attention of all layers, each waiting for the one before."""
     num_pages, _, _, page_size, _ = kv[0].pages.shape
-    unpacked = inputs.unpack_body(packed, q.shape[0])
+    unpacked = inputs.unpack_body(packed, q.shape[0], step.attention.work)
     position = jnp.where(unpacked.token_slot < slots.num_slots, context - 1, -1)
     prepared = step.attention.prepare(
         unpacked.work, slots.page_table[0], unpacked.token_slot, position, num_pages=num_pages, page_size=page_size
@@ -60,7 +60,7 @@ class Parts:
             self._admit(slot, pages, SamplingParams(temperature=0))
         self.runs = Runs.of((slot, context - 1, 1, True) for slot in range(batch))
         tokens = runner.buckets.token_bucket(batch)
-        self.packed = inputs.pack_body(self.runs, [], tokens, runner.num_slots)
+        self.packed = inputs.pack_body(self.runs, [], tokens, runner.num_slots, runner.step.attention.work)
         dtype, random = runner.weights.embed.dtype, np.random.default_rng(0)
         array = lambda *shape: jnp.asarray(random.standard_normal(shape), dtype)
         self.hidden = array(tokens, max(config.hidden_size, config.intermediate_size))
@@ -88,7 +88,7 @@ class Parts:
 
     def _body(self) -> object:
         runner = self.engine.runner
-        body = runner.compiler.get(runner._body_program(len(self.hidden)))
+        body = runner.compiler.get(runner.described.body(len(self.hidden)))
         back = runner.slots._replace(num_computed=jnp.full(runner.num_slots, self.context - 1, jnp.int32))
         jax.block_until_ready(back)
         runner.kv, runner.slots, hidden, _ = body(runner.weights, runner.kv, back, self.packed)
@@ -97,7 +97,7 @@ class Parts:
     def head(self, *, greedy: bool) -> object:
         runner = self.engine.runner
         rows = runner.buckets.row_bucket(self.batch)
-        head = runner.compiler.get(runner._head_program(rows, greedy))
+        head = runner.compiler.get(runner.described.head(rows, greedy))
         packed = inputs.pack_head(self.runs, rows, runner.num_slots)
         runner.slots, sampled = head(runner.weights, runner.slots, self.head_hidden, packed)
         return sampled

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.cache.kv_cache import LayerKV
-from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_work_list, unpack_work_list
+from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_runs
 from jaxserve.models import rope
 from jaxserve.runner.compilation import Compiler, Program
 from jaxserve.runner.step import StepDefinition, Tokens, layer_step, logits_of
@@ -21,14 +21,14 @@ from jaxserve.runner.weights import Weights
 
 # (backend, dtype) -> fewest rows at which XLA's products keep their bits; JAX versions and largest bucket measured.
 SMALLEST_BUCKET = {("cpu", "bfloat16"): 8, ("cpu", "float32"): 64, ("cpu", "float16"): 64}
-NATIVE_SMALLEST_BUCKET = 8  # native products keep them for any number; what is left to XLA was measured from 8 on
+KERNEL_SMALLEST_BUCKET = 8  # our own products keep them for any number; what is left to XLA was measured from 8 on
 PROVEN_JAX = ("0.11.2", "0.12.0")
 PROVEN_ROWS = 512
 
 
-def smallest_bucket(backend: str, dtype: jnp.dtype, *, native_linear: bool = False) -> int:
+def smallest_bucket(backend: str, dtype: jnp.dtype, *, linear_kernel: bool = False) -> int:
     """Fewest rows of a step in deterministic mode."""
-    return NATIVE_SMALLEST_BUCKET if native_linear else SMALLEST_BUCKET.get((backend, jnp.dtype(dtype).name), 64)
+    return KERNEL_SMALLEST_BUCKET if linear_kernel else SMALLEST_BUCKET.get((backend, jnp.dtype(dtype).name), 64)
 
 
 def unproven(backend: str, dtype: jnp.dtype, largest_bucket: int) -> str | None:
@@ -53,7 +53,7 @@ def row_invariance(
     most = max(*tokens, *rows)
     shape = (most, step.model.config.hidden_size)
     hidden = jnp.asarray(np.random.default_rng(0).standard_normal(shape, dtype=np.float32), weights.embed.dtype)
-    works = [pack_work_list([QueryRun(row, 0, 1) for row in range(size)], size) for size in tokens]
+    works = [pack_runs(step.attention.work, [QueryRun(row, 0, 1) for row in range(size)], size) for size in tokens]
     function = partial(_compare, step, tokens, rows)
     arguments = (weights.layers[0], weights.head, hidden, works)
     check = compiler.get(Program("row_invariance", most, function, arguments, donate=()))
@@ -81,7 +81,7 @@ def _run_layer(step: StepDefinition, leaves, hidden, packed_work):
     where = Tokens(count=jnp.int32(rows), slot=each, position=zeros, page=each, offset=zeros)
     frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
     tables = rope.rope_tables(each, frequencies, config.rope_scaling.attention_factor)
-    work = unpack_work_list(packed_work, rows)
+    work = step.attention.work.unpack(packed_work, rows)
     prepared = step.attention.prepare(
         work, each[:, None], where.slot, where.position, num_pages=rows, page_size=page_size
     )

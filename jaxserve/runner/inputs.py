@@ -6,22 +6,18 @@ The buffer is fresh for every step: on the CPU JAX may alias it, and the step ru
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.kernels_pallas.paged_attention.work_list import (
-    WorkList,
-    pack_tiles,
-    unpack_work_list,
-    work_list_size,
-)
+from jaxserve.kernels_pallas.paged_attention.work_list import WorkFormat
 
 
 class Runs(NamedTuple):
     """The scheduled requests as the device sees them, int32 columns [runs]: `counts` tokens of a slot from position
-    `starts` on; `samples` is 1 where the last of them yields a token; so does each of the `drafts` behind it."""
+    `starts` on (at the latest, while drafts are verified: the device knows); `samples` is 1 where the last of them
+    yields a token, and so does each of the `drafts` behind it."""
 
     slots: np.ndarray
     starts: np.ndarray
@@ -70,16 +66,18 @@ class BodyInputs(NamedTuple):
     new_page_slot: Int[Array, " tokens"]
     new_page_index: Int[Array, " tokens"]
     new_page: Int[Array, " tokens"]
-    work: WorkList
+    work: Any  # what the attention backend's `prepare` takes
 
 
-def body_inputs_size(tokens: int) -> int:
-    return 6 * tokens + work_list_size(tokens)
+def body_inputs_size(tokens: int, work: WorkFormat) -> int:
+    return 6 * tokens + work.size(tokens)
 
 
-def pack_body(runs: Runs, new_pages: Sequence[tuple[int, int, int]], tokens: int, num_slots: int) -> np.ndarray:
-    """The packed body inputs [body_inputs_size(tokens)] of a step with at most `tokens` query rows."""
-    packed = np.zeros(body_inputs_size(tokens), np.int32)
+def pack_body(
+    runs: Runs, new_pages: Sequence[tuple[int, int, int]], tokens: int, num_slots: int, work: WorkFormat
+) -> np.ndarray:
+    """The packed body inputs [body_inputs_size(tokens, work)] of a step with at most `tokens` query rows."""
+    packed = np.zeros(body_inputs_size(tokens, work), np.int32)
     slot, offset, draft, page_slot, page_index, page = packed[: 6 * tokens].reshape(6, tokens)
     slot.fill(num_slots)
     page_slot.fill(num_slots)
@@ -95,15 +93,15 @@ def pack_body(runs: Runs, new_pages: Sequence[tuple[int, int, int]], tokens: int
     if new_pages:
         count = len(new_pages)
         page_slot[:count], page_index[:count], page[:count] = zip(*new_pages, strict=True)
-    packed[6 * tokens :] = pack_tiles(firsts, starts, counts, tokens)
+    packed[6 * tokens :] = work.pack(firsts, starts, counts, tokens)
     return packed
 
 
-def unpack_body(packed: Int[Array, " size"], tokens: int) -> BodyInputs:
+def unpack_body(packed: Int[Array, " size"], tokens: int, work: WorkFormat) -> BodyInputs:
     """What `pack_body` packed, as arrays inside a jit."""
     cuts = [tokens * part for part in range(7)]
     parts = [packed[start:end] for start, end in pairwise(cuts)]
-    return BodyInputs(*parts, work=unpack_work_list(packed[cuts[-1] :], tokens))
+    return BodyInputs(*parts, work=work.unpack(packed[cuts[-1] :], tokens))
 
 
 def pack_head(runs: Runs, rows: int, num_slots: int) -> np.ndarray:

@@ -29,9 +29,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
-from jaxserve.kernels_pallas.cpu.linear import NativeLinear, NativeNorm
+from jaxserve.kernels_pallas.cpu.linear import NativeNorm
+from jaxserve.kernels_pallas.matmul import LinearKernel
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
-from jaxserve.kernels_pallas.paged_attention.work_list import single_tiles
 from jaxserve.models import decoder, rope
 from jaxserve.runner.inputs import BodyInputs, unpack_body
 from jaxserve.runner.slots import Slots
@@ -52,8 +52,8 @@ SCORE_ROWS = 64  # rows of logits that scoring holds at once
 class StepDefinition:
     """Everything static that the programs are compiled for.
 
-    speculates: runs may have draft tokens
-    draft: the model that proposes them; its layers' pages lie behind those of `model`
+    proposer: proposes draft tokens from a request's own text
+    draft: the model that proposes them instead; its layers' pages lie behind those of `model`
     """
 
     model: ModelDefinition
@@ -61,10 +61,15 @@ class StepDefinition:
     max_tokens: int  # the largest token bucket
     max_logprobs: int
     mesh: jax.sharding.Mesh | None = None
-    native_linear: NativeLinear | None = None
+    linear_kernel: LinearKernel | None = None
     native_norm: NativeNorm | None = None
-    speculates: bool = False
+    proposer: NgramProposer | None = None
     draft: ModelDefinition | None = None
+
+    @property
+    def speculates(self) -> bool:
+        """Whether runs may have draft tokens."""
+        return self.proposer is not None or self.draft is not None
 
     @property
     def compacts(self) -> bool:
@@ -73,7 +78,7 @@ class StepDefinition:
 
     def linear(self, count: Int[Array, ""]) -> Callable:
         """The product `linear(x, weight, out_dtype=None)` of a program whose first `count` rows are no padding."""
-        return decoder.linear if self.native_linear is None else partial(self.native_linear, count=count)
+        return decoder.linear if self.linear_kernel is None else partial(self.linear_kernel, count=count)
 
     def norm(self, count: Int[Array, ""]) -> Callable:
         """The norm `norm(x, scale, eps)` of such a program."""
@@ -110,7 +115,7 @@ def body(
     tokens: int,
 ) -> tuple[KVCache, Slots, Float[Array, "max_tokens hidden"], Bool[Array, " tokens"]]:
     """Compute the scheduled tokens. Returns their hidden rows for the head and which rows stayed finite."""
-    inputs = unpack_body(packed, tokens)
+    inputs = unpack_body(packed, tokens, step.attention.work)
     with jax.named_scope("tables"):
         slots = _new_pages(slots, inputs)
         if step.speculates:
@@ -317,7 +322,7 @@ def propose_by_model(
         token_slot = jnp.where(index < wanted, row_slots, slots.num_slots)
         where = _locate(now, token_slot, offset + index, num_pages, page_size)
         token_ids = history.at[where.slot, where.position].get(mode="clip")
-        work = single_tiles(len(row_slots))
+        work = step.attention.work.singles(len(row_slots))
         prepared = step.attention.prepare(
             work, slots.page_table[0], where.slot, where.position, num_pages=num_pages, page_size=page_size
         )

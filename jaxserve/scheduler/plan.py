@@ -9,8 +9,8 @@ from jaxserve.request import Request
 class PlanEntry(NamedTuple):
     """`count` tokens of a request from position `start` on; `sample`: the last of them yields a new token.
 
-    Behind them stand up to `drafts` draft tokens, each of which yields one more if it is accepted. `start` is a lower
-    bound while drafts of the step before are being verified: the device knows.
+    Behind them stand up to `drafts` draft tokens, each of which yields one more if it is accepted. While drafts of the
+    step before are being verified only the device knows the start: it lies between `start` and `latest`.
     """
 
     request: Request
@@ -18,7 +18,8 @@ class PlanEntry(NamedTuple):
     start: int
     count: int
     sample: bool
-    drafts: int = 0
+    drafts: int
+    latest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class StepPlan:
     wants_rows: bool = False
 
     def add(self, entry: PlanEntry) -> None:
-        request, _, _, count, sample, drafts = entry
+        request, _, _, count, sample, drafts, _ = entry
         self.entries.append(entry)
         self.num_tokens += count + drafts
         if sample:

@@ -248,7 +248,9 @@ class Scheduler:
         if end > request.writable and not self._own_pages(plan, request, end):
             return 0
         sample = count == remaining and not request.only_scores
-        plan.add(PlanEntry(request, request.slot, request.num_computed, count, sample, drafts))
+        start = request.num_computed
+        latest = start + request.drafts_in_flight
+        plan.add(PlanEntry(request, request.slot, start, count, sample, drafts, latest))
         request.num_computed += count
         request.num_in_flight += sample
         request.drafts_in_flight += drafts

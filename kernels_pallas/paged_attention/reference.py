@@ -27,8 +27,10 @@ def paged_attention_reference(
     *,
     scale: float,
     window: int | None = None,
+    logit_soft_cap: float | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Each query row attends to the keys of its slot at positions 0 to its own, the last `window` of them.
+    """Each query row attends to the keys of its slot at positions 0 to its own, the last `window` of them. Scaled
+    scores become logit_soft_cap * tanh(scores / logit_soft_cap) where there is a cap.
 
     Query head h reads KV head h // (heads // kv_heads). Everything is computed in float32 over the whole
     page table, so cost grows with tokens × max_pages: use it for tests and small contexts. A row whose
@@ -46,7 +48,10 @@ def paged_attention_reference(
     if window is not None:
         visible &= keys > positions[:, None] - window
     visible = visible[:, None, None]
-    scores = jnp.where(visible, scores * jnp.float32(scale), -jnp.inf)
+    scores = scores * jnp.float32(scale)
+    if logit_soft_cap is not None:
+        scores = jnp.float32(logit_soft_cap) * jnp.tanh(scores / jnp.float32(logit_soft_cap))
+    scores = jnp.where(visible, scores, -jnp.inf)
     weights = jnp.where(visible, jnp.exp(scores - scores.max(-1, keepdims=True, initial=-1e30)), 0.0)
     weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
     # Masked values must not contribute even if they are not finite: 0 * NaN is NaN.

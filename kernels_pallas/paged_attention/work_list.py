@@ -9,7 +9,8 @@ A row's result does not depend on its tile: the split into tiles is a matter of 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,12 +22,35 @@ SINGLE_GROUP = 8  # single tiles processed together
 CHUNK_GROUP = 4  # chunk tiles processed together
 
 
+@runtime_checkable
+class WorkFormat(Protocol):
+    """How a backend's work list is packed on the host and unpacked on the device. Hashable: programs depend on it."""
+
+    def size(self, tokens: int) -> int:
+        """int32 values of the packed work list of a bucket of `tokens` rows."""
+
+    def pack(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tokens: int) -> np.ndarray:
+        """The packed work list [size(tokens)] of runs: counts[i] query rows of a sequence, the first at flat row
+        rows[i] and position starts[i]; int32, rows ascend and hold at most `tokens` together."""
+
+    def unpack(self, packed: Int[Array, " size"], tokens: int) -> Any:
+        """The work list in a packed buffer, sliced inside a jit: what the backend's `prepare` takes."""
+
+    def singles(self, rows: int) -> Any:
+        """Inside a jit: the work list of `rows` query rows, each of another sequence."""
+
+
 class QueryRun(NamedTuple):
     """`count` consecutive query rows of one sequence, the first at flat row `row` and position `start`."""
 
     row: int
     start: int
     count: int
+
+
+def pack_runs(work: WorkFormat, runs: Sequence[QueryRun], tokens: int) -> np.ndarray:
+    """The packed work list of `runs`."""
+    return work.pack(*np.array(runs, np.int32).reshape(-1, len(QueryRun._fields)).T, tokens)
 
 
 class WorkList(NamedTuple):
@@ -49,47 +73,55 @@ def num_chunk_tiles(tokens: int) -> int:
     return 0 if tokens < CHUNK_ROWS else -(-(tokens // MIN_CHUNK_ROWS) // CHUNK_GROUP) * CHUNK_GROUP
 
 
-def work_list_size(tokens: int) -> int:
-    """int32 values of the packed work list of a bucket of `tokens` rows."""
-    return 2 + 2 * tokens + 2 * num_chunk_tiles(tokens)
+@dataclass(frozen=True)
+class GroupedTiles:
+    """The `WorkFormat` of `WorkList`."""
+
+    def size(self, tokens: int) -> int:
+        return 2 + 2 * tokens + 2 * num_chunk_tiles(tokens)
+
+    def pack(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tokens: int) -> np.ndarray:
+        chunks: list[tuple[int, int, int]] = []  # (context, first row, rows)
+        if tokens >= CHUNK_ROWS and (counts >= MIN_CHUNK_ROWS).any():
+            rows, starts, counts = _cut_chunks(rows, starts, counts, chunks)
+        if counts.max(initial=0) > 1:  # remainders of several rows
+            offsets = np.arange(counts.sum(), dtype=np.int32) - (counts.cumsum(dtype=np.int32) - counts).repeat(counts)
+            rows, starts = rows.repeat(counts) + offsets, starts.repeat(counts) + offsets
+        elif counts.min(initial=1) < 1:
+            rows, starts = rows[counts > 0], starts[counts > 0]
+        singles = rows[starts.argsort(kind="stable")[::-1]]
+
+        tiles = num_chunk_tiles(tokens)
+        packed = np.zeros(self.size(tokens), np.int32)
+        packed[0] = -(-len(singles) // SINGLE_GROUP)
+        packed[1] = -(-len(chunks) // CHUNK_GROUP)
+        packed[2 : 2 + len(singles)] = singles
+        packed[2 + len(singles) : 2 + tokens] = tokens
+        place = packed[2 + tokens + 2 * tiles :]
+        place[singles] = np.arange(len(singles), dtype=np.int32)
+        for tile, (_, first, count) in enumerate(chunks):
+            packed[2 + tokens + tile], packed[2 + tokens + tiles + tile] = first, count
+            place[first : first + count] = np.arange(count, dtype=np.int32) + (tokens + tile * CHUNK_ROWS)
+        return packed
+
+    def unpack(self, packed: Int[Array, " size"], tokens: int) -> WorkList:
+        tiles = num_chunk_tiles(tokens)
+        single_rows, chunk_first, chunk_count, place = np.cumsum([2, tokens, tiles, tiles])
+        return WorkList(
+            single_groups=packed[0],
+            chunk_groups=packed[1],
+            single_rows=packed[single_rows:chunk_first],
+            chunk_first=packed[chunk_first:chunk_count],
+            chunk_count=packed[chunk_count:place],
+            place=packed[place : place + tokens],
+        )
+
+    def singles(self, rows: int) -> WorkList:
+        row, none = jnp.arange(rows, dtype=jnp.int32), jnp.zeros(num_chunk_tiles(rows), jnp.int32)
+        return WorkList(jnp.int32(-(-rows // SINGLE_GROUP)), jnp.int32(0), row, none, none, row)
 
 
-def pack_work_list(runs: Sequence[QueryRun], tokens: int) -> np.ndarray:
-    """The packed work list [work_list_size(tokens)] of `runs`, which hold at most `tokens` rows together."""
-    columns = np.array(runs, np.int32).reshape(-1, len(QueryRun._fields)).T
-    return pack_tiles(*columns, tokens=tokens)
-
-
-def pack_tiles(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tokens: int) -> np.ndarray:
-    """`pack_work_list` of the runs (rows[i], starts[i], counts[i]), int32; rows ascend."""
-    chunks: list[tuple[int, int, int]] = []  # (context, first row, rows)
-    if tokens >= CHUNK_ROWS and (counts >= MIN_CHUNK_ROWS).any():
-        rows, starts, counts = _cut_chunks(rows, starts, counts, chunks)
-    if counts.max(initial=0) > 1:  # remainders of several rows
-        offsets = np.arange(counts.sum(), dtype=np.int32) - (counts.cumsum(dtype=np.int32) - counts).repeat(counts)
-        rows, starts = rows.repeat(counts) + offsets, starts.repeat(counts) + offsets
-    elif counts.min(initial=1) < 1:
-        rows, starts = rows[counts > 0], starts[counts > 0]
-    singles = rows[starts.argsort(kind="stable")[::-1]]
-
-    tiles = num_chunk_tiles(tokens)
-    packed = np.zeros(work_list_size(tokens), np.int32)
-    packed[0] = -(-len(singles) // SINGLE_GROUP)
-    packed[1] = -(-len(chunks) // CHUNK_GROUP)
-    packed[2 : 2 + len(singles)] = singles
-    packed[2 + len(singles) : 2 + tokens] = tokens
-    place = packed[2 + tokens + 2 * tiles :]
-    place[singles] = np.arange(len(singles), dtype=np.int32)
-    for tile, (_, first, count) in enumerate(chunks):
-        packed[2 + tokens + tile], packed[2 + tokens + tiles + tile] = first, count
-        place[first : first + count] = np.arange(count, dtype=np.int32) + (tokens + tile * CHUNK_ROWS)
-    return packed
-
-
-def single_tiles(rows: int) -> WorkList:
-    """Inside a jit: the work list of `rows` rows of one token each, in the order that they have."""
-    row, none = jnp.arange(rows, dtype=jnp.int32), jnp.zeros(num_chunk_tiles(rows), jnp.int32)
-    return WorkList(jnp.int32(-(-rows // SINGLE_GROUP)), jnp.int32(0), row, none, none, row)
+TILES = GroupedTiles()
 
 
 def _cut_chunks(
@@ -107,17 +139,3 @@ def _cut_chunks(
         rows[run], starts[run], counts[run] = row + done, start + done, count - done
     chunks.sort(reverse=True)
     return rows, starts, counts
-
-
-def unpack_work_list(packed: Int[Array, " size"], tokens: int) -> WorkList:
-    """The work list in a packed buffer, sliced inside a jit."""
-    tiles = num_chunk_tiles(tokens)
-    single_rows, chunk_first, chunk_count, place = np.cumsum([2, tokens, tiles, tiles])
-    return WorkList(
-        single_groups=packed[0],
-        chunk_groups=packed[1],
-        single_rows=packed[single_rows:chunk_first],
-        chunk_first=packed[chunk_first:chunk_count],
-        chunk_count=packed[chunk_count:place],
-        place=packed[place : place + tokens],
-    )

@@ -12,6 +12,7 @@ What does not depend on the layer is computed once a step by `prepare`: an opera
 as the model has layers, and their number decides how long compilation takes.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -80,6 +81,7 @@ def paged_attention_xla(
     *,
     scale: float,
     window: int | None = None,
+    logit_soft_cap: float | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """What `paged_attention_reference` defines, for the rows that the work list names; other rows are junk.
 
@@ -88,12 +90,13 @@ def paged_attention_xla(
     tokens, heads, head_dim = q.shape
     kv_heads = pages.shape[2]
     grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).astype(pages.dtype)
-    parts = [_attend_tiles(grouped, pages, tiles, scale, window) for tiles in prepared[:2] if tiles is not None]
+    attend = partial(_attend_tiles, scale=scale, window=window, logit_soft_cap=logit_soft_cap)
+    parts = [attend(grouped, pages, tiles) for tiles in prepared[:2] if tiles is not None]
     results = parts[0] if len(parts) == 1 else lax.concatenate(parts, 0)
     return results[prepared.place].reshape(tokens, heads, head_dim).astype(q.dtype)
 
 
-def _attend_tiles(q, pages, tiles: Tiles, scale: float, window: int | None):
+def _attend_tiles(q, pages, tiles: Tiles, *, scale: float, window: int | None, logit_soft_cap: float | None):
     """Results [all tile rows, kv_heads, group, head_dim] in the order of the tiles; q [tokens, ...same]."""
     groups, size, tile_rows = tiles.rows.shape
     _, kv_heads, group, head_dim = q.shape
@@ -113,7 +116,9 @@ def _attend_tiles(q, pages, tiles: Tiles, scale: float, window: int | None):
         first = jnp.int32(0)
         if window is not None:
             first = lax.div(jnp.maximum(at(tiles.earliest) - (window - 1), 0), jnp.int32(KV_BLOCK))
-        out = _online_softmax(at(queries), at(positions), at(tiles.units), pages, first, last, scale, window)
+        out = _online_softmax(
+            at(queries), at(positions), at(tiles.units), pages, first, last, scale, window, logit_soft_cap
+        )
         return lax.dynamic_update_index_in_dim(results, out, index, 0)
 
     results = lax.fori_loop(jnp.int32(0), tiles.num_groups, body, jnp.zeros(queries.shape, jnp.float32))
@@ -121,7 +126,7 @@ def _attend_tiles(q, pages, tiles: Tiles, scale: float, window: int | None):
     return jnp.moveaxis(results, 3, 2).reshape(-1, kv_heads, group, head_dim)
 
 
-def _online_softmax(q, positions, units, pages, first, last, scale, window):
+def _online_softmax(q, positions, units, pages, first, last, scale, window, logit_soft_cap):
     """A group of tiles over KV blocks first..last-1; q [tiles, kv_heads, rows, head_dim], positions [tiles, rows]."""
     dot = lambda subscripts, a, b: jnp.einsum(
         subscripts, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
@@ -134,11 +139,10 @@ def _online_softmax(q, positions, units, pages, first, last, scale, window):
         distance = positions[..., None] - (block * KV_BLOCK + offsets)
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         visible = lax.broadcast_in_dim(visible, (*q.shape[:3], KV_BLOCK), (0, 2, 3))
-        scores = lax.select(
-            visible,
-            dot("thrd,thkd->thrk", q, keys) * jnp.float32(scale),
-            jnp.full(visible.shape, MASKED, jnp.float32),
-        )
+        scores = dot("thrd,thkd->thrk", q, keys) * jnp.float32(scale)
+        if logit_soft_cap is not None:
+            scores = jnp.float32(logit_soft_cap) * jnp.tanh(scores / jnp.float32(logit_soft_cap))
+        scores = lax.select(visible, scores, jnp.full(visible.shape, MASKED, jnp.float32))
         new_m = jnp.maximum(m, scores.max(-1))
         weights = lax.select(visible, jnp.exp(scores - new_m[..., None]), jnp.zeros(visible.shape, jnp.float32))
         rescale = jnp.exp(m - new_m)

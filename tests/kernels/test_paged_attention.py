@@ -17,12 +17,11 @@ from jaxserve.kernels_pallas.paged_attention.work_list import (
     CHUNK_ROWS,
     MIN_CHUNK_ROWS,
     SINGLE_GROUP,
+    TILES,
     QueryRun,
     WorkList,
     num_chunk_tiles,
-    pack_work_list,
-    unpack_work_list,
-    work_list_size,
+    pack_runs,
 )
 
 NATIVE = choose_attention("auto")  # where there is no compiler this is XLA again
@@ -115,13 +114,13 @@ def rows_of(chunks: list[Chunk], tokens: int) -> tuple[np.ndarray, np.ndarray, n
         slot[row : row + chunk.count] = chunk.slot
         position[row : row + chunk.count] = chunk.start + np.arange(chunk.count)
         row += chunk.count
-    return pack_work_list(runs, tokens), slot, position
+    return pack_runs(TILES, runs, tokens), slot, position
 
 
 @partial(jax.jit, static_argnames=("backend", "tokens", "window"))
 def attend(backend, tokens, window, q, pages, table, work, slot, position):
     prepared = backend.prepare(
-        unpack_work_list(work, tokens),
+        TILES.unpack(work, tokens),
         table,
         slot,
         position,
@@ -302,17 +301,17 @@ def query_runs(draw):
 def test_the_worst_case_of_chunk_tiles_fits():
     for tokens in range(8, 257, 8):
         runs = [QueryRun(row, 0, MIN_CHUNK_ROWS) for row in range(0, tokens, MIN_CHUNK_ROWS)]
-        assert len(pack_work_list(runs, tokens)) == work_list_size(tokens)
+        assert len(pack_runs(TILES, runs, tokens)) == TILES.size(tokens)
 
 
 @settings(max_examples=60, deadline=None)
 @given(query_runs())
 def test_every_row_stands_in_one_tile_and_tiles_are_sorted_by_context(step):
     tokens, runs = step
-    packed = pack_work_list(runs, tokens)
+    packed = pack_runs(TILES, runs, tokens)
     assert packed.dtype == np.int32
-    assert packed.shape == (work_list_size(tokens),)
-    work = WorkList(*map(np.asarray, unpack_work_list(jnp.asarray(packed), tokens)))
+    assert packed.shape == (TILES.size(tokens),)
+    work = WorkList(*map(np.asarray, TILES.unpack(jnp.asarray(packed), tokens)))
     position = {run.row + i: run.start + i for run in runs for i in range(run.count)}
     singles = [int(row) for row in work.single_rows if row < tokens]
     assert (work.single_rows[len(singles) :] == tokens).all()  # padding stands behind

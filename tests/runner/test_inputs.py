@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_work_list, unpack_work_list
+from jaxserve.kernels_pallas.paged_attention.work_list import TILES, QueryRun, pack_runs
 from jaxserve.runner import slots
 from jaxserve.runner.inputs import (
     Runs,
@@ -57,10 +57,10 @@ def plans(draw):
 @given(plans())
 def test_a_body_s_inputs_say_which_row_is_which(plan):
     tokens, runs, new_pages = plan
-    packed = pack_body(Runs.of(runs), new_pages, tokens, NUM_SLOTS)
+    packed = pack_body(Runs.of(runs), new_pages, tokens, NUM_SLOTS, TILES)
     assert packed.dtype == np.int32
-    assert packed.shape == (body_inputs_size(tokens),)
-    inputs = unpack_body(jnp.asarray(packed), tokens)
+    assert packed.shape == (body_inputs_size(tokens, TILES),)
+    inputs = unpack_body(jnp.asarray(packed), tokens, TILES)
     rows = [
         (run.slot, offset, max(offset - run.count + 1, 0)) for run in runs for offset in range(run.count + run.drafts)
     ]
@@ -84,7 +84,7 @@ def test_a_body_s_inputs_say_which_row_is_which(plan):
     counts = [run.count + run.drafts for run in runs]
     firsts = np.cumsum([0, *counts]).tolist()
     query_runs = [QueryRun(first, run.start, count) for first, run, count in zip(firsts, runs, counts, strict=False)]
-    expected = unpack_work_list(jnp.asarray(pack_work_list(query_runs, tokens)), tokens)
+    expected = TILES.unpack(jnp.asarray(pack_runs(TILES, query_runs, tokens)), tokens)
     for name, part, wanted in zip(expected._fields, inputs.work, expected, strict=True):
         np.testing.assert_array_equal(part, wanted, err_msg=name)
 
@@ -92,7 +92,7 @@ def test_a_body_s_inputs_say_which_row_is_which(plan):
 def test_every_pack_is_a_buffer_of_its_own():
     params = SamplingParams()
     packs = [
-        lambda: pack_body(Runs.of([(0, 0, 3, True)]), [], 8, NUM_SLOTS),
+        lambda: pack_body(Runs.of([(0, 0, 3, True)]), [], 8, NUM_SLOTS, TILES),
         lambda: pack_head(Runs.of([(1, 0, 1, True)]), 8, NUM_SLOTS),
         lambda: pack_score([ScoreRow(1, 2, 3)], 8),
         lambda: pack_copies([(1, 2)], 8, 10),
@@ -166,6 +166,6 @@ def test_an_admission_fills_its_slot_and_no_other(slot, token_ids, pages, seed, 
 
 @pytest.mark.parametrize("tokens", [8, 16, 64])
 def test_a_step_may_be_full(tokens):
-    packed = pack_body(Runs.of([(2, 5, tokens, True)]), [], tokens, NUM_SLOTS)
-    inputs = unpack_body(jnp.asarray(packed), tokens)
+    packed = pack_body(Runs.of([(2, 5, tokens, True)]), [], tokens, NUM_SLOTS, TILES)
+    inputs = unpack_body(jnp.asarray(packed), tokens, TILES)
     assert inputs.token_slot.tolist() == [2] * tokens

@@ -48,7 +48,7 @@ def body_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, str]:
         slots.pack_admission(0, prompt, [3], 0, 0, params, 0, len(prompt), None, runner.max_len, runner.max_pages)
     )
     tokens = runner.buckets.token_bucket(len(prompt))
-    packed = inputs.pack_body(inputs.Runs.of([(0, 0, len(prompt), True)]), [], tokens, 8)
+    packed = inputs.pack_body(inputs.Runs.of([(0, 0, len(prompt), True)]), [], tokens, 8, runner.step.attention.work)
     (program,) = (p for p in runner.programs() if p.key == ("body", tokens))
     body = runner.compiler.get(program)
     runner.kv, runner.slots, hidden, finite = body(runner.weights, runner.kv, runner.slots, packed)

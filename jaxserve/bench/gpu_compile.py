@@ -1,0 +1,301 @@
+"""The engine's programs compiled for an H200 without one, and what the compiler says of them: `make gpu-compile`
+
+Shapes only: no weights, no device. Per program: seconds of compilation, bytes aliased in place, temporary bytes,
+copies of something as large as a layer's pages, what stands in the program's one command buffer and what does not,
+and for each of our kernels the registers, the shared memory and the spills that ptxas reports. Printed as markdown,
+and as JSON with --json. Nothing here says how fast a program is.
+"""
+
+import argparse
+import collections
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from math import prod
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+
+from jaxserve.bench.models import MODELS
+from jaxserve.cache import kv_cache
+from jaxserve.cache.kv_cache import KVLayout
+from jaxserve.kernels_pallas.matmul import MosaicLinear
+from jaxserve.kernels_pallas.paged_attention import mosaic_backend
+from jaxserve.kernels_pallas.paged_attention.mosaic import mosaic_attention
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.runner import slots
+from jaxserve.runner.compilation import Program
+from jaxserve.runner.programs import COPIES, Programs
+from jaxserve.runner.step import SCORE_ROWS, StepDefinition
+from jaxserve.runner.weights import flatten
+from jaxserve.sampling_params import MAX_LOGPROBS
+from jaxserve.scheduler.buckets import Buckets
+
+TARGET = Path(__file__).resolve().parents[2] / "configs" / "targets" / "h200.txtpb"
+MIB = 2**20
+DTYPE = jnp.dtype("bfloat16")
+PAGE_SIZE, MAX_LEN = 64, 8192
+BUCKETS = Buckets.make(max_num_batched_tokens=2048, max_num_seqs=256)
+POOL_BYTES = 16 * 2**30  # of the whole model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of an engine for a model of `MODELS` cut to some of its layers, in one bucket."""
+
+    model: str
+    layers: int
+    program: str
+    bucket: int
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        mode = ", deterministic" if self.deterministic else ""
+        return f"{self.model}, {self.layers} layers, {self.program}[{self.bucket}]{mode}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one of our kernels."""
+
+    name: str
+    registers: int
+    spilled_bytes: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a program; sizes in bytes.
+
+    `thunks` are the kinds at the top level, `commands` those inside command buffers with their number. `kernels` are
+    the ones of ours that no program before it in this process had.
+    """
+
+    case: Case
+    seconds: float
+    donated: int
+    aliased: int
+    temporary: int
+    pool_copies: list[str]
+    thunks: list[str]
+    commands: dict[str, int]
+    kernels: list[Kernel]
+
+
+class Target:
+    """A device that is not here."""
+
+    def __init__(self, path: Path = TARGET):
+        topology = topologies.get_topology_desc(
+            path.stem, platform="cuda", topology="1x1x1", target_config=path.read_text()
+        )
+        self.sharding = SingleDeviceSharding(topology.devices[0])
+        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+        # Pallas asks for the device that it lowers for; an abstract mesh answers where none is attached.
+        self.mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+    def lower(self, function, arguments, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
+        here = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding)
+        with jax.sharding.use_abstract_mesh(self.mesh):
+            return jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(here, arguments))
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled for a GPU here, or None."""
+    try:
+        Target()
+    except Exception as error:
+        return f"the extra gpu-compile is not installed: {error}"
+    return None
+
+
+@cache
+def describe(model: str, layers: int, deterministic: bool) -> Programs:
+    """The programs of an engine on Hopper; `deterministic` takes our product instead of XLA's."""
+    config = ModelConfig.from_hf(MODELS[model] | {"num_hidden_layers": layers})
+    definitions = []
+
+    def weights():
+        definition, arrays = flatten(Decoder(config, rngs=None, dtype=DTYPE))
+        definitions.append(definition)
+        return arrays
+
+    weights_like = jax.eval_shape(weights)
+    layout = KVLayout(layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, DTYPE)
+    attention = mosaic_backend(
+        mosaic_attention(head_dim=config.head_dim, group=config.q_per_group, max_model_len=MAX_LEN)
+    )
+    linear = MosaicLinear() if deterministic else None
+    step = StepDefinition(definitions[0], attention, BUCKETS.tokens[-1], MAX_LOGPROBS, None, linear, None)
+    max_pages = -(-MAX_LEN // PAGE_SIZE)
+    slots_like = jax.eval_shape(partial(slots.allocate, BUCKETS.rows[-1], MAX_LEN, max_pages, config.vocab_size))
+    num_pages = POOL_BYTES // MODELS[model]["num_hidden_layers"] // (layout.bytes_per_page // layers)
+    return Programs(step, weights_like, kv_cache.abstract(layout, num_pages), slots_like, BUCKETS)
+
+
+def program_of(case: Case) -> Program:
+    """The program of a case."""
+    programs = describe(case.model, case.layers, case.deterministic)
+    found = [program for program in programs.all() if program.key == (case.program, case.bucket)]
+    return found[0]
+
+
+def inspect(case: Case, target: Target) -> Compiled:
+    """Compile one program and read what the compiler says."""
+    program = program_of(case)
+    started = time.perf_counter()
+    lowered = target.lower(program.function, program.arguments, program.donate)
+    with tempfile.TemporaryDirectory() as folder:
+        with _standard_output() as output:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        seconds = time.perf_counter() - started
+        thunks, commands = _thunks(Path(folder))
+    memory = compiled.memory_analysis()
+    donated = [leaf for index in program.donate for leaf in jax.tree.leaves(program.arguments[index])]
+    layer = describe(case.model, case.layers, case.deterministic).kv[0].pages
+    return Compiled(
+        case,
+        seconds,
+        sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in donated),
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        pool_copies(compiled.as_text(), prod(layer.shape)),
+        thunks,
+        commands,
+        _kernels(output[0]),
+    )
+
+
+def pool_copies(text: str, elements: int) -> list[str]:
+    """Instructions of a compiled program that copy something of at least so many elements."""
+    copies = []
+    for line in text.splitlines():
+        found = re.search(r"= \(?\w+\[([\d,]+)\]\S* (copy|copy-start|concatenate|transpose)\(", line)
+        if found and prod(map(int, found[1].split(","))) >= elements:
+            copies.append(line.strip())
+    return copies
+
+
+def _thunks(folder: Path) -> tuple[list[str], dict[str, int]]:
+    """The kinds of the top-level thunks in order, and those inside command buffers with their number."""
+    # Where nothing is gathered into command buffers (fewer than five thunks), there is only the first of the two.
+    path = max(folder.glob("*.thunk_sequence*.txt"), key=lambda path: len(path.name))
+    lines = path.read_text().splitlines()
+    top = [found[1] for line in lines if (found := re.match(r"\d+: (k\w+)", line))]
+    inside = [found[1] for line in lines if (found := re.match(r"\s+\d+: (k\w+)", line))]
+    return top, dict(collections.Counter(inside))
+
+
+@contextmanager
+def _standard_output():
+    """What is written to the process's standard output: Mosaic reports there what ptxas says."""
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    output = [""]
+    sys.stdout.flush()
+    with tempfile.TemporaryFile() as file:
+        saved = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            yield output
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+            file.seek(0)
+            output[0] = file.read().decode(errors="replace")
+
+
+def _kernels(text: str) -> list[Kernel]:
+    """What `ptxas -v` says, in its order."""
+    kernels = []
+    for part in re.split(r"Compiling entry function ", text)[1:]:
+        name = re.match(r"'(.*?)'", part)[1]
+        spills = [int(size) for size in re.findall(r"(\d+) bytes spill (?:stores|loads)", part)]
+        kernels.append(Kernel(name, int(re.search(r"Used (\d+) registers", part)[1]), sum(spills)))
+    return kernels
+
+
+def keys() -> list[tuple[str, int]]:
+    """Every program of an engine, as `Programs.all` names them."""
+    bodies = [("body", tokens) for tokens in BUCKETS.tokens]
+    heads = [(name, rows) for rows in BUCKETS.rows for name in ("greedy_head", "head")]
+    scores = [("score", SCORE_ROWS), ("score_all", SCORE_ROWS)]
+    return [*bodies, *heads, *scores, ("admit", 1), ("set_tables", 1), ("copy_pages", COPIES)]
+
+
+def cases(*, everything: bool) -> list[Case]:
+    """The programs with two layers, and the whole model at one token bucket; or the whole model in all of them."""
+    found = []
+    for model, config in MODELS.items():
+        layers = config["num_hidden_layers"]
+        if everything:
+            found += [Case(model, layers, *key, mode) for mode in (False, True) for key in keys()]
+            continue
+        # The sampling head is by far the largest program, and the same in every bucket.
+        found += [Case(model, 2, *key) for key in keys() if key[0] != "head" or key[1] == 64]
+        found += [Case(model, 2, "body", tokens, True) for tokens in (8, 128, BUCKETS.tokens[-1])]
+        found += [Case(model, 2, "greedy_head", 64, True), Case(model, layers, "body", 64)]
+    return found
+
+
+COLUMNS = ("program", "compiled in s", "in place MiB", "temporary MiB", "outside command buffers", "inside them")
+
+
+def markdown(compiled: Compiled) -> str:
+    """A program's row of the table."""
+    outside = collections.Counter(kind for kind in compiled.thunks if kind != "kCommandBuffer")
+    cells = (
+        str(compiled.case),
+        f"{compiled.seconds:.1f}",
+        f"{compiled.aliased / MIB:,.0f}",
+        f"{compiled.temporary / MIB:.1f}",
+        _counted(outside),
+        _counted(compiled.commands),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{number} {kind.removeprefix('k')}" for kind, number in sorted(counts.items()))
+
+
+def kernel_table(compiled: list[Compiled]) -> str:
+    """Our kernels, each with the program that had it first."""
+    lines = ["| kernel | first in | registers | bytes spilled |", "|---|---|---|---|"]
+    lines += [
+        f"| {kernel.name} | {one.case} | {kernel.registers} | {kernel.spilled_bytes} |"
+        for one in compiled
+        for kernel in one.kernels
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="the whole models at one token bucket only")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options = parser.parse_args()
+    if reason := unavailable():
+        parser.error(reason)
+    target, found = Target(), []
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    for case in cases(everything=not options.small):
+        found.append(inspect(case, target))
+        print(markdown(found[-1]), flush=True)
+    print(f"\n{kernel_table(found)}")
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(compiled) for compiled in found], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""Whether the kernels for Hopper can run on a device; told without importing them."""
+
+import jax
+
+
+def why_no_hopper(device: jax.Device) -> str | None:
+    """Why they cannot, or None if they can."""
+    if device.platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU of compute capability 9.0 (H100, H200), not the platform {device.platform!r}"
+    capability = getattr(device, "compute_capability", "unknown")
+    if str(capability) != "9.0":
+        return f"it needs compute capability 9.0 (H100, H200); {device.device_kind} has {capability}"
+    return None
