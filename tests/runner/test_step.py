@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_tools import run, tiny_engine
+from engine_tools import run, tiny_decoder, tiny_engine
 
 from jaxserve import SamplingParams
 from jaxserve.cache import kv_cache
@@ -53,6 +53,10 @@ def temporary_bound(engine, name: str, bucket: int) -> int:
         return 2 * bucket * engine.memory_plan.page_bytes
     if name in ("admit", "set_tables"):
         return 4096
+    if name == "propose_ngram":  # a few numbers for each token that a slot may hold
+        return 16 * 4 * engine.runner.num_slots * engine.runner.max_len
+    if name == "propose_by_model":
+        return temporary_bound(engine, "body", bucket) + temporary_bound(engine, "head", bucket)
     if name in ("head", "greedy_head", "score", "score_all"):
         return 8 * 4 * bucket * config.vocab_size + 2**20  # the sampler's tables do not grow with the rows
     width = 4 * config.hidden_size + 4 * config.intermediate_size
@@ -86,6 +90,33 @@ def test_every_program_works_in_place(engine):
         bound = temporary_bound(engine, *program.key)
         assert bound < size(runner.kv[0]), "a bound that a copy of a layer's pages would fit is none"
         assert memory.temp_size_in_bytes <= bound, where
+
+
+@pytest.mark.parametrize(
+    ("speculation", "draft", "proposes"),
+    [
+        ({"method": "ngram"}, None, "propose_ngram"),
+        ({"method": "draft_model"}, tiny_decoder("float32", num_hidden_layers=1), "propose_by_model"),
+    ],
+)
+def test_with_speculation_too(speculation, draft, proposes):
+    options = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "max_model_len": 128, "deterministic": False}
+    options |= {"speculative_config": speculation, "draft_decoder": draft, "num_pages": NUM_PAGES}
+    with tiny_engine("float32", **options) as engine:
+        runner = engine.runner
+        layers = 2 + (draft is not None)
+        assert len(runner.kv) == layers
+        donated = {"body": (runner.kv, runner.slots), "greedy_head": runner.slots}
+        donated[proposes] = runner.slots if draft is None else (runner.kv, runner.slots)
+        programs = {program.name: program for program in reversed(runner.programs())}
+        for name, donation in donated.items():
+            compiled = runner.compiler.get(programs[name])
+            memory = compiled.memory_analysis()
+            made_anew = runner.slots.num_drafts.nbytes if name == proposes else 0
+            assert memory.alias_size_in_bytes >= size(donation) - made_anew, name
+            assert pool_copies(compiled.as_text(), runner.kv[0].pages) == [], name
+            bound = 2 * temporary_bound(engine, *programs[name].key)
+            assert memory.temp_size_in_bytes <= bound < size(runner.kv[0]), (name, memory)
 
 
 def test_the_search_finds_a_pool_that_is_copied(engine):
