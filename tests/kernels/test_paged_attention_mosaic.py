@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from interpreter import SYNCHRONISATION, Calls, watched_races
 
 from jaxserve.kernels_pallas import hopper
-from jaxserve.kernels_pallas.paged_attention import XLA, mosaic_backend
-from jaxserve.kernels_pallas.paged_attention.mosaic import mosaic_attention
+from jaxserve.kernels_pallas.paged_attention import XLA, choose_attention, mosaic_backend
+from jaxserve.kernels_pallas.paged_attention.mosaic import blocks, mosaic_attention
 from jaxserve.kernels_pallas.paged_attention.mosaic.config import TileConfig
 from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_runs
 
@@ -42,6 +42,12 @@ class Shape(NamedTuple):
     window: int | None = None
     logit_soft_cap: float | None = None
     config: TileConfig = SMALL
+
+    def __str__(self) -> str:
+        changed = [
+            f"{name}={self[i]}" for i, name in enumerate(self._fields[:-1]) if self[i] != self._field_defaults[name]
+        ]
+        return f"{', '.join(changed) or 'default'}"
 
     def backend(self):
         attention = mosaic_attention(
@@ -185,14 +191,15 @@ def check_against_float64(shape: Shape, examples: int) -> None:
         assert not races.found()
         error = relative_error(out, expected)
         assert error < 1e-2
-        assert error <= 1.1 * relative_error(attend(shape, XLA, chunks, seed=seed), expected)
+        # Weights are rounded as there, but the largest is not 1: a little more where few keys matter.
+        assert error <= 1.25 * relative_error(attend(shape, XLA, chunks, seed=seed), expected)
 
     check()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernels_agree_with_float64_and_do_not_race(shape):
-    check_against_float64(shape, 3)
+    check_against_float64(shape, 2)
 
 
 @pytest.mark.slow
@@ -220,7 +227,7 @@ def test_rows_that_no_one_scheduled_are_zeros():
 
 
 def backends(shape: Shape) -> dict:
-    """Four ways to compute the same rows: split over programs, in one decode item, in tiles of one and two workers."""
+    """Ways to compute the same rows: split over programs, in one decode item, in tiles of two workers and of one."""
     split = shape.backend()
     tiles = lambda attention: replace(attention, work=replace(attention.work, item_tokens=0))
     one_worker = shape._replace(config=replace(shape.config, prefill_workers=1)).backend()
@@ -232,9 +239,9 @@ def backends(shape: Shape) -> dict:
     }
 
 
-def check_bits(shape: Shape, start: int) -> None:
+def check_bits(shape: Shape, start: int, names: list[str]) -> None:
     """Rows of one sequence as decode, as verified drafts and as a chunk; alone and beside others."""
-    ways = backends(shape)
+    ways = {name: backend for name, backend in backends(shape).items() if name in names}
     rows = range(start, start + 4)
     alone = [attend(shape, ways["split"], [Chunk(1, position, 1)])[0] for position in rows]
     assert relative_error(np.stack(alone), oracle(shape, [Chunk(1, start, 4)])) < 1e-2
@@ -250,16 +257,17 @@ BITS = [Shape(dtype="float32"), Shape(head_dim=128, page_size=16, window=200)]  
 
 @pytest.mark.parametrize("shape", BITS[:1], ids=str)
 def test_a_row_has_the_same_bits_wherever_it_is_computed(shape):
-    check_bits(shape, 310)
+    check_bits(shape, 310, ["split", "tiles"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 62, 126, 381, 630])
 @pytest.mark.parametrize("shape", BITS, ids=str)
 def test_a_row_has_the_same_bits_wherever_it_is_computed_at_every_edge(shape, start):
-    check_bits(shape, start)
+    check_bits(shape, start, ["split", "whole", "tiles", "tiles of one worker"])
 
 
+@pytest.mark.slow
 def test_the_length_of_a_split_decides_bits():
     """Else the tests above would compare nothing."""
     shape, chunks = BITS[0], [Chunk(1, 310, 1)]
@@ -269,9 +277,14 @@ def test_the_length_of_a_split_decides_bits():
 
 # ---- kernels broken on purpose --------------------------------------------------------------------------
 
+# Rings are refilled, results of splits are written, folded and written in one go.
+REFILLS = replace(SMALL, split_blocks=4, small_bucket=0, max_partial_rows=4, decode_programs=1, prefill_programs=1)
 BROKEN = {
-    "decode": (Shape(8, page_size=32, kv_heads=1), [Chunk(0, 600, 1), Chunk(1, 250, 3)]),
-    "prefill": (Shape(16, page_size=32, kv_heads=1, config=replace(SMALL, small_bucket=0)), [Chunk(0, 500, 16)]),
+    "decode": (Shape(8, kv_heads=1, config=REFILLS), [Chunk(0, 600, 1), Chunk(1, 250, 3)]),
+    "prefill": (
+        Shape(24, kv_heads=1, config=replace(REFILLS, prefill_workers=1)),
+        [Chunk(0, 500, 16), Chunk(1, 150, 7)],
+    ),
 }
 
 
@@ -291,17 +304,76 @@ def went_wrong(kernel: str) -> bool:
     return races.found() or not relative_error(out, oracle(shape, chunks)) < 1e-2
 
 
-def calls_of(monkeypatch, kernel: str, name: str) -> int:
+# Calls that are not missed, by their number: the fence between the store of the queries into SMEM and the WGMMA that
+# reads them (products are plain here; the compiled PTX is asked), and one that stands in the plain product alone.
+UNSEEN = {("decode", "commit_smem"): {0, 1}, ("prefill", "commit_smem"): {0}}
+
+
+def without(monkeypatch, kernel: str, name: str, call: int) -> bool:
+    """Whether it is noticed that a kernel lacks one call."""
     with monkeypatch.context() as patched:
-        calls = Calls(patched, name)
-        assert not went_wrong(kernel)
-    return calls.count
+        Calls(patched, name, call)
+        return went_wrong(kernel)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "call"),
+    [("decode", "barrier_wait", 1), ("prefill", "commit_smem", 2)],
+    ids=["values are not waited for", "a slot is refilled before its values are read"],
+)
+def test_a_bug_in_a_kernel_is_found(monkeypatch, kernel, name, call):
+    assert without(monkeypatch, kernel, name, call)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SYNCHRONISATION)
 @pytest.mark.parametrize("kernel", list(BROKEN))
-def test_every_wait_and_fence_is_missed(monkeypatch, kernel, name):
-    """Leaves out one call after the other; what the interpreter cannot see is listed in UNSEEN."""
-    seen = {call for call in range(calls_of(monkeypatch, kernel, name)) if broken(monkeypatch, kernel, name, call)}
-    print(kernel, name, sorted(seen))
+def test_every_wait_and_fence_is_needed(monkeypatch, kernel, name):
+    with monkeypatch.context() as patched:
+        calls = Calls(patched, name)
+        assert not went_wrong(kernel)
+    unseen = {call for call in range(calls.count) if not without(monkeypatch, kernel, name, call)}
+    assert unseen == UNSEEN.get((kernel, name), set())
+
+
+@pytest.mark.parametrize("kernel", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
+def test_a_missing_mask_is_found(monkeypatch, kernel):
+    monkeypatch.setattr(blocks, "mask", lambda s, *_: s)
+    assert went_wrong(kernel)
+
+
+# ---- the choice -----------------------------------------------------------------------------------------
+
+
+class Hopper(NamedTuple):
+    platform: str = "gpu"
+    compute_capability: str = "9.0"
+    device_kind: str = "NVIDIA H200"
+
+
+def test_the_kernels_are_chosen_on_hopper_alone(monkeypatch, caplog):
+    with pytest.raises(
+        ValueError, match=r"^attention_backend='mosaic': .* works here: it needs an NVIDIA GPU .* 'cpu'"
+    ):
+        choose_attention("mosaic")
+    monkeypatch.setattr(jax, "local_devices", lambda: [Hopper()])
+    model = {"head_dim": 128, "group": 4, "max_model_len": 8192}
+    for name in ("auto", "mosaic"):
+        chosen = choose_attention(name, **model)
+        assert (chosen.name, chosen.page_size) == ("mosaic", 64)
+        assert chosen.attend == mosaic_attention(**model)
+        assert hash(chosen) == hash(choose_attention(name, **model))  # programs are compiled for it
+    assert choose_attention("xla", **model).name == "xla"
+    assert not caplog.messages
+    for change, reason in (
+        ({"head_dim": 256}, "head_dim=256 is not one of 64, 128"),
+        ({"dtype": jnp.float32}, "dtype=float32 is not one of bfloat16, float16"),
+        ({"group": 71}, "71 query heads a kv head are more than 64"),
+    ):
+        caplog.clear()
+        chosen = choose_attention("mosaic", **{**model, **change})
+        assert (chosen.name, chosen.page_size) == ("xla", 16)
+        assert caplog.messages == [f"attention_backend: 'xla' instead of 'mosaic', because {reason}"]
+    monkeypatch.setattr(jax, "local_devices", lambda: [Hopper(compute_capability="10.0", device_kind="NVIDIA B200")])
+    with pytest.raises(ValueError, match=r"compute capability 9\.0 .* NVIDIA B200 has 10\.0"):
+        choose_attention("mosaic", **model)

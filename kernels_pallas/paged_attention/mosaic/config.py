@@ -51,9 +51,10 @@ class TileConfig:
 
     @classmethod
     def for_shape(cls, head_dim: int, itemsize: int = 2) -> "TileConfig":
-        """The heuristic: at decode several programs an SM, so that one computes while another waits for its pages."""
-        stages = {64: 4, 128: 3}.get(head_dim, 2)
-        per_sm = SMEM_PER_SM // (decode_smem(stages, head_dim, itemsize) + SMEM_RESERVED)
+        """The heuristic: at decode two programs an SM, so that one computes while the other waits for its pages; more
+        find no registers."""
+        stages = {64: 6, 128: 3}.get(head_dim, 2)
+        per_sm = min(2, SMEM_PER_SM // (decode_smem(stages, head_dim, itemsize) + SMEM_RESERVED))
         return cls(
             decode_stages=stages,
             decode_programs=per_sm * SMS,

@@ -75,18 +75,21 @@ def paged_decode(
     ):
         k_s, (acc_s, stats_s), out_s = k_or_result  # results leave through the ring of keys, which is idle by then
 
-        def attend_item(index):
+        def item_at(index):
+            """(item, kv head, its span, its first block, the one behind its last, whether that is all it sees)"""
             item = Items(*(items_g[lax.div(index, jnp.int32(kv_heads)), i] for i in range(len(Items._fields))))
-            head = lax.rem(index, jnp.int32(kv_heads))
             span = Span(item.length - item.count, item.length - 1, window)
             begin, end = span.blocks()
             first = jnp.maximum(item.split * split_blocks, begin)
             last = jnp.minimum(item.end_split * split_blocks, end)
-            pl.when(first < last)(
-                lambda: attend_blocks(item, head, span, first, last, (first <= begin) & (last >= end))
-            )
+            return item, lax.rem(index, jnp.int32(kv_heads)), span, first, last, (first <= begin) & (last >= end)
 
-        def attend_blocks(item, head, span, first, last, finishes):
+        def attend_item(index):
+            _, _, _, first, last, _ = item_at(index)
+            pl.when(first < last)(lambda: attend_blocks(index))
+
+        def attend_blocks(index):
+            item, head, span, first, last, _ = item_at(index)
             last_page = lax.div(span.last, jnp.int32(page_size))
             pages = Pages(pieces_g, table_g, kv_heads, page_size, item.slot, last_page)
 
@@ -123,6 +126,8 @@ def paged_decode(
             else:  # one split an item; like a fold into nothing, this turns -0 into 0
                 state, *_ = lax.fori_loop(first, last, take, start)
                 total = state._replace(acc=state.acc + 0.0)
+            # Read again where the result goes: there are no registers to keep it in.
+            item, head, _, _, _, finishes = item_at(lax.optimization_barrier(index))
             pl.when(finishes)(lambda: write_result(item, head, total))
             pl.when(jnp.logical_not(finishes))(lambda: write_partial(item, head, total))
             plgpu.wait_smem_to_gmem(0)

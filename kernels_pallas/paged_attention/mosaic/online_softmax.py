@@ -1,8 +1,10 @@
 """The arithmetic that the kernels share, one function for each step, so that a row has the same bits in all of them.
 
-A row's scores become (acc, top, mass): acc = sum of 2^(s - top) v, mass = sum of 2^(s - top), top the largest s, all
-with s in units of log2. Blocks of 64 keys are taken into a split's state from left to right, and splits of 512 keys
-are folded into the row's from left to right, whether one program does it all or a later kernel folds what many wrote.
+A row's scores become (acc, top, mass): acc = sum of 2^(s - top) v, mass = sum of 2^(s - top), with s in units of log2
+and top the largest s, rounded. Blocks of 64 keys are taken into a split's state from left to right, and splits of 512
+keys are folded into the row's from left to right, whether one program does it all or a later kernel folds what many
+wrote. A state is scaled by whole powers of two only, which is exact: so it does not matter in which kernel a compiler
+contracts that multiplication with the addition that follows.
 
 A row that sees nothing of a block or a split is not changed by it, exactly: `top` starts at a finite number, masked
 scores are -inf, so their weights are 0 and the factors 1.
@@ -63,12 +65,13 @@ def mask(s: Float32[Array, "64 keys"], first_key, positions: Array, window: int 
 def take_block(state: State, s: Float32[Array, "64 keys"], factor: float, v_s, *, interpret: Interpret) -> State:
     """Take a block of scores and its values (in SMEM) into a split's state."""
     keys, head_dim = s.shape[1], state.acc.shape[1]
-    top = jnp.maximum(state.top, s.max(axis=1) * factor)
-    decay = jnp.exp2(state.top - top)
-    weights = jnp.exp2(s * factor - hopper.over_columns(top, keys))
-    mass = state.mass * decay + weights.sum(axis=1)
+    top = _rounded(jnp.maximum(state.top, s.max(axis=1) * factor))
+    decay = _power_of_two(state.top - top)
+    # The mass counts the weights as the product takes them, so that their rounding cancels where one key dominates.
+    weights = jnp.exp2(s * factor - hopper.over_columns(top, keys)).astype(v_s.dtype)
+    mass = state.mass * decay + weights.astype(jnp.float32).sum(axis=1)
     acc = state.acc * hopper.over_columns(decay, head_dim)
-    acc = hopper.accumulate_product(acc, weights.astype(v_s.dtype), v_s, interpret=interpret)
+    acc = hopper.accumulate_product(acc, weights, v_s, interpret=interpret)
     return State(acc, top, mass)
 
 
@@ -76,14 +79,21 @@ def fold(total: State, split: State) -> State:
     """Fold the next split into what came before it. `fold(empty, fold(empty, x))` is `fold(empty, x)`."""
     head_dim = total.acc.shape[1]
     top = jnp.maximum(total.top, split.top)
-    old, new = jnp.exp2(total.top - top), jnp.exp2(split.top - top)
-    # The products are rounded before they are added, whatever the compiler makes of the code around.
-    rounded = lax.optimization_barrier
-    mass = rounded(total.mass * old) + rounded(split.mass * new)
-    kept = rounded(total.acc * hopper.over_columns(old, head_dim))
-    return State(kept + rounded(split.acc * hopper.over_columns(new, head_dim)), top, mass)
+    old, new = _power_of_two(total.top - top), _power_of_two(split.top - top)
+    acc = total.acc * hopper.over_columns(old, head_dim) + split.acc * hopper.over_columns(new, head_dim)
+    return State(acc, top, total.mass * old + split.mass * new)
 
 
 def normalised(total: State) -> Float32[Array, "64 head_dim"]:
     """Attention of rows that have seen at least one key; other rows are junk."""
     return total.acc / hopper.over_columns(total.mass, total.acc.shape[1])
+
+
+def _rounded(x: Float32[Array, "64"]) -> Float32[Array, "64"]:
+    return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+def _power_of_two(exponent: Float32[Array, "64"]) -> Float32[Array, "64"]:
+    """2^exponent, exactly, of whole numbers up to 0; 0 below -126. Put together from its bits: exp2 may approximate."""
+    bits = (jnp.maximum(exponent, -127.0) + 127.0).astype(jnp.int32) << 23
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -109,6 +109,9 @@ def paged_prefill(
                 start_state = online_softmax.empty(head_dim), slot
                 total, slot = lax.fori_loop(begin_split, end_split, take_split, start_state)
                 plgpu.wait_smem_to_gmem(0)  # the last tile's result has left
+                # Read again where the result goes: there are no registers to keep it in.
+                tile, head, _, _ = tile_at(lax.optimization_barrier(index))
+                row = tile.row + worker * worker_tokens
                 out_s[...] = online_softmax.normalised(total).astype(dtype)
                 plgpu.commit_smem()
 
