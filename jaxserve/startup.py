@@ -2,7 +2,6 @@
 
 import logging
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.sharding import check_mesh
 from jaxserve.models.weights import decoder_leaves
+from jaxserve.progress import CompileProgress
 from jaxserve.runner import determinism
 from jaxserve.runner.runner import Runner
 from jaxserve.sampling.processing import bytes_per_slot
@@ -137,8 +137,10 @@ def prepare(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer 
     return Prepared(model, layout, plan, max_len, attention, linear, *decided)
 
 
-def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None) -> Parts:
-    """Build everything that an engine needs. ValueError for options that do not go together."""
+def start(
+    config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None, progress: CompileProgress
+) -> Parts:
+    """Build everything that an engine needs; `progress` hears of warm-up. ValueError for options that do not fit."""
     model, layout, plan, max_len, attention, linear, deterministic, _, buckets = prepare(config, decoder, tokenizer)
     _log.info("%s", plan)
     runner = Runner(
@@ -171,7 +173,7 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         ),
     )
     if config.compile == "warmup":
-        runner.warm_up(_progress)
+        runner.warm_up(progress)
     inputs = InputProcessor(
         model.config,
         model.tokenizer,
@@ -271,9 +273,3 @@ def _buckets(
     if config.deterministic is True:
         raise ValueError(f"deterministic=True: {reason}")
     return False, reason, make(ROW_MULTIPLE)
-
-
-def _progress(done: int, total: int, name: str) -> None:
-    """One line that rewrites itself on a terminal, a line for each program elsewhere."""
-    start, end = ("\r", "\n" if done == total else "") if sys.stderr.isatty() else ("", "\n")
-    print(f"{start}jaxserve: compiled {done}/{total} {name:<24}", end=end, file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import NamedTuple
 
 from jaxserve.cache.block_pool import BlockPool
@@ -118,6 +119,7 @@ class Scheduler:
     # ---- requests come and go -------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
+        self.policy.joined(request)
         self.waiting.add(request)
 
     def has_unfinished(self) -> bool:
@@ -132,6 +134,8 @@ class Scheduler:
             self.preempted.remove(request)
         elif request.state is RequestState.WAITING:
             self.waiting.remove(request)
+        if request.state is not RequestState.FINISHED:
+            self.policy.left(request)
         request.state = RequestState.FINISHED
 
     def complete(self, entry: PlanEntry, token: int | None, finite: bool) -> bool:
@@ -262,6 +266,7 @@ class Scheduler:
         plan.add(PlanEntry(request, request.slot, start, count, sample))
         request.num_computed += count
         request.num_in_flight += sample
+        self.policy.computed(request, start, start + count)
         request.steps_in_flight += 1
         return count
 
@@ -434,9 +439,11 @@ class Scheduler:
         request.num_admissions += 1
         if request.num_admissions == 1:
             request.num_cached_tokens = num_computed
+            request.scheduled_time = monotonic()
             if request.fork_of is None:
                 self.stats.prefix_cache_queries += len(request.token_ids)
                 self.stats.prefix_cache_hits += num_computed
+        self.policy.admitted(request)
         insort(self.running, request, key=self.policy.order)
         plan.admissions.append(
             Admission(request, request.slot, list(request.token_ids), list(pages), num_computed, write_start)

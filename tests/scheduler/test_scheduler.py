@@ -29,7 +29,7 @@ def workloads(draw):
         "caching": draw(st.booleans()),
         "scheduler_class": WatchedScheduler,
     }
-    options["policy"] = policies(options["num_slots"])[draw(st.integers(0, 3))]
+    options["policy"] = policies(options["num_slots"])[draw(st.integers(0, 4))]
     longest = options["num_pages"] * options["page_size"] - 1
     request = st.tuples(
         token_lists.map(lambda ids: ids[:longest]), st.integers(1, 30), st.integers(1, 3), st.integers(-1, 2)
@@ -58,7 +58,7 @@ def test_any_workload_finishes_with_the_tokens_its_history_demands(workload):
                 simulation.scheduler.finish(alive[action % len(alive)])
         else:
             prompt, max_tokens, n, priority = action
-            simulation.add(prompt, max_tokens, n=n, priority=priority)
+            simulation.add(prompt, max_tokens, n=n, priority=priority, tenant=f"{priority % 2}")
     simulation.run()
     simulation.check_outputs(aborted)
 
