@@ -10,6 +10,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any, no_type_check
 
 from jaxserve.channels import ProcessChannel, ThreadChannel
@@ -19,8 +20,10 @@ from jaxserve.messages import (
     AddRequest,
     Answer,
     CheckIntegrity,
+    Compiled,
     Died,
     EngineDeadError,
+    GetFigures,
     GetStats,
     Message,
     Outputs,
@@ -29,12 +32,15 @@ from jaxserve.messages import (
     Started,
     UpdateParams,
 )
+from jaxserve.metrics import Figures
 from jaxserve.outputs import RequestOutput
+from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.validation import require
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine, Prompt
+    from jaxserve.input_processor import InputProcessor
 
 RUN_IN = ("thread", "process")
 
@@ -49,7 +55,8 @@ class AsyncEngine:
     Options are those of `EngineConfig`, as one object or as keywords; `engine` takes over an engine that exists
     (`Engine.from_flax`), which nobody else may use from then on. `run_in="process"` starts a new Python: a script
     needs its `if __name__ == "__main__":`, and JAX's settings there come from the environment.
-    The constructor returns when the model is loaded; ValueError for wrong options. In a running event loop use
+    The constructor returns when the model is loaded; ValueError for wrong options. `on_compiled(done, total, name)` is
+    called, in another thread, while a warm-up compiles. In a running event loop use
     `await asyncio.to_thread(AsyncEngine, config)` to let others go on meanwhile.
     """
 
@@ -59,6 +66,7 @@ class AsyncEngine:
         *,
         engine: "Engine | None" = None,
         run_in: str = "thread",
+        on_compiled: CompileProgress = print_compiled,
         **options,
     ):
         require(run_in in RUN_IN, "run_in", run_in, f"one of {', '.join(map(repr, RUN_IN))}")
@@ -67,20 +75,25 @@ class AsyncEngine:
         if engine is None and config is None:
             config = EngineConfig.from_dict(options)
         self._run_in = run_in
-        self._mailboxes = _Mailboxes()
+        self._mailboxes = _Mailboxes(on_compiled)
         deliver = self._mailboxes.deliver  # not a method of this object: it must not live as long as the thread
         if run_in == "process":
             if engine is not None or config.mesh is not None:
                 raise ValueError("run_in='process': an engine or a mesh cannot be sent to another process")
             self._channel = ProcessChannel(config, deliver)
         else:
-            self._channel = ThreadChannel(lambda: engine or _new_engine(config), deliver)
+            self._channel = ThreadChannel(lambda progress: engine or _new_engine(config, progress), deliver)
         self._close = weakref.finalize(self, self._channel.close)  # also when it is dropped, and at exit
         try:
             self._mailboxes.wait_for_start()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def input_processor(self) -> "InputProcessor":
+        """What checks requests, and has the tokenizer: a front may check in threads of its own before it sends."""
+        return self._mailboxes.input_processor
 
     # ---- requests ---------------------------------------------------------------------------------------
 
@@ -91,17 +104,20 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        arrival_time: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield what each step adds to the request (new tokens and text only, as `Engine.step`), until it is finished.
 
         Outputs that wait to be fetched are merged. The request starts with the first `anext`; leaving the iterator,
         closing it, or cancelling the task aborts it, and its pages are free after the step that runs.
         ValueError (before the first output) for a prompt or parameters that cannot be honoured and for a
-        `request_id` that is running; EngineDeadError when the engine ends, for whatever reason.
+        `request_id` that is running; EngineDeadError when the engine ends, for whatever reason. `arrival_time` as in
+        `Engine.add_request`.
         """
         mailbox = self._mailboxes.open(request_id)
         try:
-            self._channel.send(AddRequest(mailbox.key, _snapshot(prompt), sampling_params))
+            arrival_time = monotonic() if arrival_time is None else arrival_time
+            self._channel.send(AddRequest(mailbox.key, _snapshot(prompt), sampling_params, arrival_time))
             finished = False
             while not finished:
                 output = await mailbox.take()
@@ -123,9 +139,25 @@ class AsyncEngine:
         """See `Engine.stats`."""
         return await self._call(GetStats)
 
+    async def metrics(self) -> Figures:
+        """See `Engine.figures`."""
+        return await self._call(GetFigures)
+
     async def check_health(self) -> None:
         """Return when the loop has taken its next turn; EngineDeadError if it has ended."""
         await self._call(GetStats)
+
+    async def died(self) -> EngineDeadError:
+        """Return when the engine has ended, for whatever reason, with what those who waited were told."""
+        mailbox = None
+        try:
+            mailbox = self._mailboxes.open(None)
+            return await mailbox.take()
+        except EngineDeadError as error:
+            return error
+        finally:
+            if mailbox is not None:
+                self._mailboxes.forget(mailbox)
 
     async def check_integrity(self) -> None:
         """See `Engine.check_integrity`; an engine that fails it ends."""
@@ -212,7 +244,9 @@ class _Mailbox:
 class _Mailboxes:
     """All open mailboxes, and whether the engine lives. Thread-safe: tasks open and close, the channel delivers."""
 
-    def __init__(self):
+    def __init__(self, on_compiled: CompileProgress):
+        self._on_compiled = on_compiled
+        self.input_processor: InputProcessor | None = None
         self._lock = threading.Lock()
         self._keys = itertools.count()
         self._open: dict[int, _Mailbox] = {}
@@ -277,6 +311,10 @@ class _Mailboxes:
             case Refused(key, error):
                 box = self._close(key)
                 return [(box, lambda: box.fail(ValueError(error)))] if box else []
+            case Started(input_processor):
+                self.input_processor = input_processor
+            case Compiled(done, total, name):
+                self._on_compiled(done, total, name)
             case Died():
                 self._dead = reply
                 boxes = [self._close(key) for key in list(self._open)]
@@ -302,10 +340,10 @@ def _dead_error(died: Died) -> EngineDeadError:
     return error
 
 
-def _new_engine(config: EngineConfig) -> "Engine":
+def _new_engine(config: EngineConfig, progress: CompileProgress) -> "Engine":
     from jaxserve.engine import Engine  # in the engine's thread: it takes a second to import
 
-    return Engine(config)
+    return Engine(config, progress=progress)
 
 
 def _snapshot(prompt: Any) -> Any:

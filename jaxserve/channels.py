@@ -159,4 +159,4 @@ def _run_process(config: EngineConfig, pipe: Connection) -> None:
     from jaxserve.engine_loop import serve
 
     with pipe, contextlib.suppress(OSError):  # nobody is left to be told
-        serve(lambda: Engine(config), _ProcessEnd(pipe))
+        serve(lambda progress: Engine(config, progress=progress), _ProcessEnd(pipe))

@@ -10,7 +10,7 @@ from jaxserve.validation import check_names, is_integer, is_number, nearest_name
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "reference", "xla", "native", "mosaic")
 LINEAR_BACKENDS = ("auto", "xla", "native", "mosaic")
-SCHEDULING_POLICIES = ("fcfs", "priority", "static")
+SCHEDULING_POLICIES = ("fcfs", "priority", "fair", "static")
 COMPILE_MODES = ("lazy", "warmup")
 GENERATION_CONFIGS = ("auto", "none")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
@@ -90,8 +90,8 @@ class EngineConfig:
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens computed in one step; prompts are cut into chunks that fit.
         scheduling_policy: `fcfs` serves by arrival; `priority` lower priorities first, and a request that lacks room
-            takes that of running ones of a worse priority, which are recomputed later; `static` batch after batch,
-            for comparison.
+            takes that of running ones of a worse priority, which are recomputed later; `fair` gives each tenant its
+            share of the tokens, by priority within a tenant; `static` batch after batch, for comparison.
         priority_aging_s: with `priority`, seconds after which a request counts as one priority better, so that
             nobody waits for ever; None never.
         enable_prefix_caching: reuse the pages of equal prefixes.

@@ -8,15 +8,17 @@ One step, with host work overlapped (`async_scheduling`):
 """
 
 from collections.abc import Sequence
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, NamedTuple, no_type_check
 
 from jaxserve import startup, weights_update
 from jaxserve.config import EngineConfig
 from jaxserve.input_processor import Prompt
+from jaxserve.metrics import EngineMetrics, Figures
 from jaxserve.models.decoder import Decoder
 from jaxserve.output_processor import OutputProcessor, WantedRows, wanted_rows
 from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.request import Request, RequestGroup, RequestState
 from jaxserve.runner.inputs import Runs
 from jaxserve.runner.runner import StepHandle, StepResult
@@ -51,12 +53,13 @@ class Engine:
         decoder: Decoder | None = None,
         text: Tokenizer | None = None,
         draft_decoder: Decoder | None = None,
+        progress: CompileProgress = print_compiled,
         **options,
     ):
         if config is not None and options:
             raise TypeError(f"give either a config or options, not both: {', '.join(options)}")
         self.config = config or EngineConfig.from_dict(options)
-        parts = startup.start(self.config, decoder, text, draft_decoder)
+        parts = startup.start(self.config, decoder, text, draft_decoder, progress)
         self.tokenizer = parts.tokenizer
         self.model_config = parts.model_config
         self.max_model_len = parts.max_model_len
@@ -64,7 +67,7 @@ class Engine:
         self.memory_plan = parts.memory_plan
         self.scheduler = parts.scheduler
         self.runner = parts.runner
-        self._inputs = parts.input_processor
+        self.input_processor = parts.input_processor
         self._drafts = parts.length_controller
         self._last_arrival = 0.0
         self._outputs = OutputProcessor(self.tokenizer)
@@ -72,6 +75,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._planned: StepPlan | None = None
         self._pending: list[RequestOutput] = []  # what the next `step` returns
+        self._metrics = EngineMetrics()
         self._counters = startup.Counters()
         self.weights_version = 0
 
@@ -105,19 +109,27 @@ class Engine:
     @property
     def default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets: the model's `generation_config.json`, if the option says so."""
-        return self._inputs.defaults
+        return self.input_processor.defaults
 
     @no_type_check  # it checks itself: the tests' type checker would come first with another error
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+    ) -> None:
         """Queue a request. `prompt` is text, token ids, or a dict with "prompt" or "prompt_token_ids" (or both: the
-        text is then what the ids stand for), and maybe "cache_salt".
+        text is then what the ids stand for), and maybe "cache_salt". `arrival_time`, by `time.monotonic`, is when
+        its time began; None is now.
 
         Raises ValueError, naming field, value and rule, for anything that the engine could not honour.
         """
         self._check_open()
         if not isinstance(request_id, str) or request_id in self._groups:
             raise ValueError(f"request_id={request_id!r}: request_id must be a string that no running request has")
-        group = self._inputs.build(request_id, prompt, params)
+        group = self.input_processor.build(request_id, prompt, params, arrival_time)
         for request in group.branches:
             self._outputs.add(request)
             self.scheduler.add(request)
@@ -164,6 +176,7 @@ class Engine:
             self.runner.copy_pages(plan.copies)
         _, slots, _, counts, samples, drafts, latest = zip(*plan.entries, strict=True)
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
+        self._metrics.step(plan.num_tokens)
         wanted = wanted_rows(plan)
         extras = {"greedy": plan.only_greedy, "scores": wanted.scores, "whole": wanted.whole}
         handle = self.runner.run(Runs.of_columns((slots, latest, counts, samples, drafts)), plan.new_pages, **extras)
@@ -244,6 +257,7 @@ class Engine:
     def _output(
         self, request: Request, tokens: list[int], result: StepResult, row: int, whole: int
     ) -> CompletionOutput:
+        self._metrics.token(request, monotonic())
         output = self._outputs.completion(request, tokens, result, row, whole)
         self._counters.generation_tokens += len(output.token_ids)
         if output.finish_reason is not None and request.state is not RequestState.FINISHED:
@@ -258,6 +272,8 @@ class Engine:
             if delta.finish_reason is not None:
                 self._outputs.forget(group.branches[delta.index])
                 self._counters.finished[delta.finish_reason] += 1
+                if delta.finish_reason in ("stop", "length"):
+                    self._metrics.finished(group.branches[delta.index])
                 finished = group.finished
         if finished:
             del self._groups[group.request_id]
@@ -338,8 +354,13 @@ class Engine:
             "weights_version": self.weights_version,
         }
 
+    def figures(self) -> Figures:
+        """`stats` and the distributions of times and lengths; see `metrics.exposition`."""
+        return self._metrics.figures(self.stats())
+
     def reset_stats(self) -> None:
         """Count from zero again, for measurements; compilations are still counted from the start."""
+        self._metrics = EngineMetrics()
         self._counters = startup.Counters()
         self.scheduler.stats = SchedulerStats()
         if self._drafts is not None:

@@ -15,7 +15,9 @@ from jaxserve.messages import (
     Answer,
     CheckIntegrity,
     Close,
+    Compiled,
     Died,
+    GetFigures,
     GetStats,
     Message,
     Outputs,
@@ -25,6 +27,7 @@ from jaxserve.messages import (
     Unreadable,
     UpdateParams,
 )
+from jaxserve.progress import CompileProgress
 
 _log = logging.getLogger("jaxserve")
 
@@ -72,12 +75,14 @@ class EngineLoop:
         engine = self.engine
         try:
             match message:
-                case AddRequest(key, prompt, params):
-                    return self._add(key, prompt, params)
+                case AddRequest():
+                    return self._add(message)
                 case Abort(key):
                     engine.abort(str(key))
                 case GetStats(key):
                     return Answer(key, engine.stats())
+                case GetFigures(key):
+                    return Answer(key, engine.figures())
                 case CheckIntegrity(key):
                     return Answer(key, engine.check_integrity())
                 case UpdateParams(key, params, running, version, copy):
@@ -91,20 +96,20 @@ class EngineLoop:
             return Refused(message.key, str(error))
         return None
 
-    def _add(self, key: int, prompt, params) -> Refused | None:
+    def _add(self, new: AddRequest) -> Refused | None:
         try:
-            self.engine.add_request(str(key), prompt, params)
+            self.engine.add_request(str(new.key), new.prompt, new.params, arrival_time=new.arrival_time)
         except Exception as error:  # a prompt may be any object, and its methods may raise anything
-            return Refused(key, str(error) if isinstance(error, ValueError) else f"prompt: {_named(error)}")
+            return Refused(new.key, str(error) if isinstance(error, ValueError) else f"prompt: {_named(error)}")
         return None
 
 
-def serve(make_engine: Callable[[], Engine], channel: LoopEnd) -> None:
+def serve(make_engine: Callable[[CompileProgress], Engine], channel: LoopEnd) -> None:
     """Build the engine and run its loop until it is closed, the front is gone, or it fails."""
     engine = None
     try:
-        engine = make_engine()
-        channel.send([Started()])
+        engine = make_engine(lambda *progress: channel.send([Compiled(*progress)]))
+        channel.send([Started(engine.input_processor)])
         loop = EngineLoop(engine)
         while not loop.closed:
             replies = loop.turn(channel.receive(wait=not loop.busy))

@@ -1,6 +1,7 @@
 """From what a user hands over to a request: every check before the engine's loop. Knows no schedule and no device."""
 
 from collections.abc import Sequence
+from time import monotonic
 from typing import Any, no_type_check
 
 import numpy as np
@@ -41,20 +42,17 @@ class InputProcessor:
         self._arrivals = 0
 
     @no_type_check  # it checks itself: the tests' type checker would come first with another error
-    def build(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> RequestGroup:
+    def build(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, arrival_time: float | None = None
+    ) -> RequestGroup:
         """The branches of a new request; `params` None takes the model's defaults."""
         params = self.defaults if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r}: params must be a SamplingParams")
-        text, ids, salt = self._prompt(prompt)
-        self._check_length(ids, params)
-        self._check_params(params)
-        stops = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops.update(self.model_config.eos_token_ids)
+        text, ids, salt = self._checked(prompt, params)
+        stops = self._stops(params)
         tables = build_tables(params, self.model_config.vocab_size, stops, self._encode_word)
         limit = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
         self._arrivals += 1
+        arrival_time = monotonic() if arrival_time is None else arrival_time
         seed = params.seed if params.seed is not None else child_seed(self._seed, self._arrivals)
         group = RequestGroup(request_id, text, ids, params, [])
         for index in range(params.n):
@@ -68,12 +66,50 @@ class InputProcessor:
                 max_total_tokens=min(limit, self.max_model_len),
                 stop_token_ids=frozenset(stops),
                 priority=params.priority,
+                tenant=params.tenant,
                 cache_salt=params.cache_salt if salt is None else salt,
                 fork_of=group.branches[0] if index else None,
                 tables=tables,
+                arrival_time=arrival_time,
             )
             group.branches.append(request)
         return group
+
+    @no_type_check
+    def check(self, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
+        """Everything that `build` checks, and the prompt as it takes it with the least work: ids and text.
+
+        Changes nothing, so a front may call it in any thread while the engine runs.
+        """
+        text, ids, salt = self._checked(prompt, params)
+        build_tables(params, self.model_config.vocab_size, self._stops(params), self._encode_word)
+        checked = {"prompt_token_ids": ids, "prompt": text, "cache_salt": salt}
+        return {key: value for key, value in checked.items() if value is not None}
+
+    @no_type_check
+    def _checked(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int], str | None]:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r}: params must be a SamplingParams")
+        text, ids, salt = self._prompt(prompt)
+        self._check_length(ids, params)
+        self._check_params(params)
+        return text, ids, salt
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
+        """The token ids of a text. One that must be too long is refused before the tokenizer has worked on it."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{field}: text needs a tokenizer, and this engine has none; give token ids")
+        if len(text) > self.max_model_len and tokenizer.longest_token is not None:
+            most = self.max_model_len * tokenizer.longest_token
+            if len(text) > most:
+                rule = f"must be at most {most}, since {self.max_model_len} tokens hold no more"
+                raise ValueError(f"{field}: {len(text)} characters: {rule}")
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, field=field)
+
+    def _stops(self, params: SamplingParams) -> set[int]:
+        """The ids that end a request."""
+        return {*params.stop_token_ids, *(() if params.ignore_eos else self.model_config.eos_token_ids)}
 
     @no_type_check
     def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
@@ -82,9 +118,7 @@ class InputProcessor:
         if isinstance(prompt, dict):
             text, prompt, salt = _open(prompt)
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("prompt: text needs a tokenizer, and this engine has none; give token ids")
-            ids = self.tokenizer.encode(prompt)
+            ids = self.encode(prompt)
         elif _is_sequence(prompt):
             ids = [int(i) if isinstance(i, np.integer) else i for i in prompt]
         else:
@@ -105,8 +139,9 @@ class InputProcessor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.priority and self._scheduling_policy != "priority":
-            raise ValueError(f"priority={params.priority}: priority must be 0 unless scheduling_policy is 'priority'")
+        if params.priority and self._scheduling_policy not in ("priority", "fair"):
+            rule = "priority must be 0 unless scheduling_policy is 'priority' or 'fair'"
+            raise ValueError(f"priority={params.priority}: {rule}")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", list(params.logit_bias or ()))

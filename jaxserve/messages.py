@@ -21,6 +21,7 @@ class AddRequest:
     key: int
     prompt: Any
     params: Any = None
+    arrival_time: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,13 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class GetStats:
     """Answered with `Engine.stats()`."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetFigures:
+    """Answered with `Engine.figures()`."""
 
     key: int
 
@@ -69,8 +77,19 @@ class Unreadable:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """The engine is being started: `done` of `total` programs are compiled, the last one is `name`."""
+
+    done: int
+    total: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
-    """The engine is there."""
+    """The engine is there, and takes what its `InputProcessor` lets through."""
+
+    input_processor: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,5 +124,5 @@ class Died:
     refused: bool = False
 
 
-Message = AddRequest | Abort | GetStats | CheckIntegrity | UpdateParams | Close | Unreadable
-Reply = Started | Outputs | Answer | Refused | Died
+Message = AddRequest | Abort | GetStats | GetFigures | CheckIntegrity | UpdateParams | Close | Unreadable
+Reply = Compiled | Started | Outputs | Answer | Refused | Died

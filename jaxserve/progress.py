@@ -1,9 +1,12 @@
-"""The progress bar of batches: requests done, and tokens per second as vLLM counts them."""
+"""What long work says about itself: a bar over the requests of a batch, and a line while programs are compiled."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from jaxserve.outputs import RequestOutput
+
+CompileProgress = Callable[[int, int, str], None]  # programs compiled so far, of how many, the name of the last
 
 
 class Progress:
@@ -33,3 +36,9 @@ def progress_bar(requests: int, show: bool | None) -> Iterator[Progress]:
     disable = None if show is None else not show  # None is tqdm's own word for "only on a terminal"
     with tqdm(total=requests, desc="Processed prompts", unit="req", dynamic_ncols=True, disable=disable) as bar:
         yield Progress(bar)
+
+
+def print_compiled(done: int, total: int, name: str) -> None:
+    """One line that rewrites itself on a terminal, a line for each program elsewhere."""
+    start, end = ("\r", "\n" if done == total else "") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}jaxserve: compiled {done}/{total} {name:<24}", end=end, file=sys.stderr, flush=True)

@@ -47,6 +47,7 @@ class Request:
     max_total_tokens: int
     stop_token_ids: frozenset[int]
     priority: int = 0
+    tenant: str = ""
     cache_salt: str = ""
     fork_of: "Request | None" = None
     tables: LogitsTables | None = None
@@ -73,7 +74,12 @@ class Request:
     num_admissions: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of the tokens scored so far; None: not asked for
+    scheduled_time: float | None = None  # of the first admission; this and those below by `time.monotonic`
+    first_token_time: float | None = None
+    last_token_time: float = 0.0
     stale: bool = False
+    rank: float = 0.0  # the policy's own, while the request runs
+    num_charged: int = 0  # positions that the policy `fair` has counted
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -50,9 +50,10 @@ class SamplingParams:
         prompt_logprobs_start: prompt tokens before this position get None (they cost nothing, and their
             pages may come from the prefix cache).
         n: the number of continuations; each has a seed of its own (`child_seed`).
-        priority: lower goes first, under the scheduling policy `priority`.
+        priority: lower goes first, under the scheduling policies `priority` and `fair` (within a tenant).
         cache_salt: cached prefixes are shared only between requests of the same salt.
         speculative: False keeps a request without drafts where the engine speculates. The tokens are the same.
+        tenant: whose request it is, under the scheduling policy `fair`.
     """
 
     temperature: float = 1.0
@@ -80,6 +81,7 @@ class SamplingParams:
     priority: int = 0
     cache_salt: str = ""
     speculative: bool = True
+    tenant: str = ""
 
     def __post_init__(self):
         self._check_distribution()
@@ -176,6 +178,7 @@ class SamplingParams:
         salt = "" if self.cache_salt is None else self.cache_salt
         require(isinstance(salt, str) and lone_surrogate(salt) is None, "cache_salt", salt, "a text")
         object.__setattr__(self, "cache_salt", salt)
+        require(isinstance(self.tenant, str), "tenant", self.tenant, "a text")
 
 
 def _as_id(key: Any) -> int | None:

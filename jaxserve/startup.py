@@ -2,7 +2,6 @@
 
 import logging
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.sharding import check_mesh
 from jaxserve.models.weights import decoder_leaves
+from jaxserve.progress import CompileProgress
 from jaxserve.runner import determinism
 from jaxserve.runner.runner import Runner
 from jaxserve.sampling.processing import bytes_per_slot
@@ -150,9 +150,13 @@ def prepare(
 
 
 def start(
-    config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None, draft_decoder: Decoder | None = None
+    config: EngineConfig,
+    decoder: Decoder | None,
+    tokenizer: Tokenizer | None,
+    draft_decoder: Decoder | None,
+    progress: CompileProgress,
 ) -> Parts:
-    """Build everything that an engine needs. ValueError for options that do not go together."""
+    """Build everything that an engine needs; `progress` hears of warm-up. ValueError for options that do not fit."""
     prepared = prepare(config, decoder, tokenizer, draft_decoder)
     model, layout, plan, max_len, attention, linear, deterministic, _, buckets, draft = prepared
     _log.info("%s", plan)
@@ -190,7 +194,7 @@ def start(
         draft_lengths=controller,
     )
     if config.compile == "warmup":
-        runner.warm_up(_progress)
+        runner.warm_up(progress)
     inputs = InputProcessor(
         model.config,
         model.tokenizer,
@@ -362,9 +366,3 @@ def _buckets(
     if config.deterministic is True:
         raise ValueError(f"deterministic=True: {reason}")
     return False, reason, make(ROW_MULTIPLE)
-
-
-def _progress(done: int, total: int, name: str) -> None:
-    """One line that rewrites itself on a terminal, a line for each program elsewhere."""
-    start, end = ("\r", "\n" if done == total else "") if sys.stderr.isatty() else ("", "\n")
-    print(f"{start}jaxserve: compiled {done}/{total} {name:<24}", end=end, file=sys.stderr, flush=True)

@@ -1,11 +1,13 @@
 """The command line, `jaxserve COMMAND`. Each command is a module here with `add_options(parser)`, `run(options)`
-and `OWN`, the names of its options beside those of the dataclasses. Every option is a flag or stands in a YAML file.
+and `OWN`, the names of its options beside those of the dataclasses (by subcommand, where there are some). Every option
+is a flag or stands in a YAML file.
 """
 
 import os
 import re
 import sys
 from argparse import ArgumentError
+from collections.abc import Sequence
 from importlib import import_module
 
 from jsonargparse import ArgumentParser, Namespace
@@ -16,6 +18,7 @@ from jaxserve.validation import nearest_name
 COMMANDS = {
     "generate": "answer prompts, streaming",
     "chat": "talk with the model",
+    "serve": "answer HTTP requests as OpenAI's API does",
     "convert": "write a model in another dtype or format",
     "info": "what an engine with these options is made of, without loading the model",
     "bench": "measure the engine",
@@ -25,7 +28,7 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status. Errors that a user can cause are one line on stderr."""
     given = sys.argv[1:] if arguments is None else arguments
-    own = next((_module(argument).OWN for argument in given if argument in COMMANDS), ())
+    own = _own(given)
     given = [spelled(argument, own) for argument in given]
     parser = ArgumentParser(prog="jaxserve", description="An exact LLM inference engine for JAX.", **STRICT)
     commands = parser.add_subcommands(required=True, dest="command")
@@ -56,9 +59,15 @@ def _module(command: str):
     return import_module(f"jaxserve.cli.{command}")
 
 
+def _own(given: list[str]) -> Sequence[str]:
+    """The names of the command's own options; a command with subcommands has them for each."""
+    own = next((_module(argument).OWN for argument in given if argument in COMMANDS), ())
+    return next((own[argument] for argument in given if argument in own), ()) if isinstance(own, dict) else own
+
+
 def _one_line(message: str, given: list[str]) -> str:
     """The parser's message, with the nearest right name for an unknown one."""
     unknown = re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.]+)", message)
-    own = [name for command in COMMANDS if command in given for name in _module(command).OWN]
+    own = _own(given)
     nearest = nearest_name(unknown[1], [*ENGINE_NAMES, *SAMPLING_NAMES, *own, "config"]) if unknown else None
     return " ".join(message.split()) + (f" (did you mean {nearest!r}?)" if nearest else "")

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from time import monotonic
 from typing import Protocol, runtime_checkable
 
 from jaxserve.cache.block_pool import BlockPool
@@ -81,6 +82,7 @@ class Scheduler:
     # ---- requests come and go -------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
+        self.policy.joined(request)
         self.waiting.add(request)
 
     def has_unfinished(self) -> bool:
@@ -95,6 +97,8 @@ class Scheduler:
             self.preempted.remove(request)
         elif request.state is RequestState.WAITING:
             self.waiting.remove(request)
+        if request.state is not RequestState.FINISHED:
+            self.policy.left(request)
         request.state = RequestState.FINISHED
 
     def complete(self, entry: PlanEntry, tokens: Sequence[int], finite: bool) -> int:
@@ -125,6 +129,7 @@ class Scheduler:
         if request.state is RequestState.RUNNING:  # in the same admission: a preempted request waits for this step
             accepted = len(tokens) - 1 if tokens else 0
             request.num_computed += accepted
+            self.policy.computed(request, request.num_computed - accepted, request.num_computed)
             request.num_confirmed += entry.count + accepted
             if request.num_confirmed >= (request.num_registered + 1) * self.page_size:
                 self._register_pages(request)
@@ -254,6 +259,7 @@ class Scheduler:
         request.num_computed += count
         request.num_in_flight += sample
         request.drafts_in_flight += drafts
+        self.policy.computed(request, start, start + count)
         request.steps_in_flight += 1
         return count
 
@@ -426,9 +432,11 @@ class Scheduler:
         request.num_admissions += 1
         if request.num_admissions == 1:
             request.num_cached_tokens = num_computed
+            request.scheduled_time = monotonic()
             if request.fork_of is None:
                 self.stats.prefix_cache_queries += len(request.token_ids)
                 self.stats.prefix_cache_hits += num_computed
+        self.policy.admitted(request)
         insort(self.running, request, key=self.policy.order)
         plan.admissions.append(
             Admission(request, request.slot, list(request.token_ids), list(pages), num_computed, write_start)

@@ -29,6 +29,11 @@ class IncrementalDetokenizer:
         self._tokenizer.check_ids(ids)
         return self._push([token_id for token_id in ids if token_id not in self._skipped])
 
+    @property
+    def pending(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held or self._utf8.getstate()[0])
+
     def flush(self) -> str:
         """Return the text that is still held back. Nothing may be pushed afterwards."""
         return self._utf8.decode(b"", final=True) + self._release()

@@ -95,6 +95,13 @@ class Tokenizer:
             raise ValueError(f"{field} must be in [0, {self.vocab_size}), got {shown}")
 
     @cached_property
+    def longest_token(self) -> int | None:
+        """The most bytes of text that one token stands for; None if a text may lose some before it is cut."""
+        if not self.decoding.byte_level or self.backend.normalizer is not None:
+            return None
+        return max(len(self.decoding.token_bytes(token_id)) for token_id in range(self.vocab_size))
+
+    @cached_property
     def decoding(self) -> TokenDecoding:
         """How this tokenizer's tokens become text; a ValueError if it cannot be done token by token."""
         return TokenDecoding(self.backend)

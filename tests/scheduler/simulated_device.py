@@ -185,7 +185,14 @@ class Simulation:
         self.steps = 0
 
     def add(
-        self, prompt: list[int], max_tokens: int, *, n: int = 1, priority: int = 0, eos: bool = True
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        tenant: str = "",
+        eos: bool = True,
     ) -> list[Request]:
         source = None
         for index in range(n):
@@ -199,6 +206,7 @@ class Simulation:
                 max_total_tokens=min(len(prompt) + max_tokens, self.max_len),
                 stop_token_ids=frozenset({EOS} if eos else ()),
                 priority=priority,
+                tenant=tenant,
                 fork_of=source,
                 arrival_time=self.clock(),
             )

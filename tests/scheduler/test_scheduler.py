@@ -31,7 +31,7 @@ def workloads(draw):
     }
     if draw(st.booleans()):
         options["drafts"] = RandomDrafts(draw(st.integers(0, 2**32)), draw(st.integers(1, 9)))
-    options["policy"] = policies(options["num_slots"])[draw(st.integers(0, 3))]
+    options["policy"] = policies(options["num_slots"])[draw(st.integers(0, 4))]
     longest = options["num_pages"] * options["page_size"] - 1
     request = st.tuples(
         token_lists.map(lambda ids: ids[:longest]), st.integers(1, 30), st.integers(1, 3), st.integers(-1, 2)
@@ -60,7 +60,7 @@ def test_any_workload_finishes_with_the_tokens_its_history_demands(workload):
                 simulation.scheduler.finish(alive[action % len(alive)])
         else:
             prompt, max_tokens, n, priority = action
-            simulation.add(prompt, max_tokens, n=n, priority=priority)
+            simulation.add(prompt, max_tokens, n=n, priority=priority, tenant=f"{priority % 2}")
     simulation.run()
     simulation.check_outputs(aborted)
 

@@ -1,7 +1,7 @@
 """A scheduler that checks its own order at every step against the policies' definitions, written down again here."""
 
 from jaxserve.request import Request, RequestState
-from jaxserve.scheduler.policies import FirstComeFirstServed, Priority, StaticBatches
+from jaxserve.scheduler.policies import Fair, FirstComeFirstServed, Priority, StaticBatches
 from jaxserve.scheduler.scheduler import Scheduler
 
 
@@ -11,11 +11,14 @@ class WatchedScheduler(Scheduler):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.now = 0.0
+        self.updating = False  # of the weights
         self.batch: set[Request] = set()  # of the static policy: who was admitted since the last batch ended
         self.invited: set[Request] = set()  # who waited first in line then
 
     def effective(self, request: Request) -> tuple[float, int]:
-        """(priority after ageing, arrival): who is lower must be served first."""
+        """(priority after ageing, arrival): who is lower must be served first; under `fair` within a tenant."""
+        if isinstance(self.policy, Fair):
+            return request.priority, request.arrival
         if not isinstance(self.policy, Priority):
             return 0.0, request.arrival
         waited = self.now - request.arrival_time
@@ -29,8 +32,17 @@ class WatchedScheduler(Scheduler):
             assert due.num_admissions == admissions + 1, f"{due.request_id} waits behind running ones that it outranks"
         return plan
 
+    def weights_changed(self, *, recompute):
+        self.updating = True
+        super().weights_changed(recompute=recompute)
+        self.updating = False
+
     def _preempt(self, victim):
         """The last of all goes, or the last of those whom somebody who waits outranks."""
+        if isinstance(self.policy, Fair):
+            assert self.updating or victim.rank == max(request.rank for request in self.running)
+            super()._preempt(victim)
+            return
         groups = [[r for r in self.running if self._outranks(waiting, r)] for waiting in self.waiting]
         last = [max(group, key=self.effective) for group in (self.running, *groups) if group]
         assert victim in last, "not the last was preempted"
@@ -67,6 +79,8 @@ class WatchedScheduler(Scheduler):
         for other in self.waiting:
             if isinstance(self.policy, StaticBatches) and other not in self.invited:
                 continue
+            if isinstance(self.policy, Fair) and other.tenant != request.tenant:
+                continue  # whose turn it is among tenants: test_fair.py
             blocked = other.fork_of is not None and self._still_prefilling(other.fork_of)
             assert blocked or self.effective(other) >= self.effective(request), "somebody was overtaken"
 
@@ -80,4 +94,4 @@ class WatchedScheduler(Scheduler):
 
 def policies(num_slots: int) -> list[FirstComeFirstServed]:
     """One of each kind."""
-    return [FirstComeFirstServed(), Priority(), Priority(aging_s=4.0), StaticBatches(num_slots)]
+    return [FirstComeFirstServed(), Priority(), Priority(aging_s=4.0), StaticBatches(num_slots), Fair()]

@@ -1,0 +1,116 @@
+"""What each POST does with its body: generation, whole or streamed, and the tokenizer's two ways. Knows no HTTP."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from jaxserve.outputs import RequestOutput
+from jaxserve.server.answers import AnswerBuilder, ChatBuilder, CompletionBuilder
+from jaxserve.server.endpoint import Call
+from jaxserve.server.errors import ApiError, refusals
+from jaxserve.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from jaxserve.server.service import Service
+
+
+async def complete(
+    service: Service, call: Call, request: CompletionRequest | ChatCompletionRequest
+) -> str | AsyncIterator[list[str]]:
+    """A completion or a chat completion."""
+    generation = Generation(service, call, request)
+    return generation.events() if request.stream else await generation.whole()
+
+
+class Generation:
+    """One request on its way through the engine."""
+
+    def __init__(self, service: Service, call: Call, request: CompletionRequest | ChatCompletionRequest):
+        self._service, self._call, self._request = service, call, request
+        self._model = service.check_model(request.model)
+        tenant = call.tenant or request.user or ""
+        defaults = service.default_sampling_params
+        with refusals():
+            self._params = request.sampling_params(defaults, tenant=tenant)
+        self._num_prompts = 1 if isinstance(request, ChatCompletionRequest) else len(request.prompts())
+        if self._num_prompts > (most := service.config.max_prompts_per_request):
+            raise ApiError(400, f"prompt: {self._num_prompts} prompts: must be at most {most}", param="prompt")
+
+    async def whole(self) -> str:
+        outputs: list[RequestOutput | None] = [None] * self._num_prompts
+        async with aclosing(self._outputs()) as arriving:
+            async for builder, prompt, output in arriving:
+                if outputs[prompt] is None:
+                    outputs[prompt] = output
+                else:
+                    outputs[prompt].extend(output)
+                if None not in outputs and all(output.finished for output in outputs):
+                    return builder.whole(outputs).model_dump_json()
+        raise RuntimeError("the outputs have ended before the requests")
+
+    async def events(self) -> AsyncIterator[list[str]]:
+        """The JSON of the events, those that come together as one list."""
+        request = self._request
+        async with aclosing(self._outputs()) as arriving:
+            async for builder, prompt, output in arriving:
+                events = builder.events(prompt, output)
+                if request.usage_always:
+                    for event in events:
+                        event.usage = builder.usage
+                if events:
+                    yield [event.model_dump_json() for event in events]
+        if request.usage_at_end:
+            yield [builder.usage_event().model_dump_json()]
+
+    async def _outputs(self) -> AsyncIterator[tuple[AnswerBuilder, int, RequestOutput]]:
+        """(the answer in the making, index of the prompt, what is new)."""
+        service, call = self._service, self._call
+        interval = self._request.stream_interval or service.config.stream_interval
+        with service.places(self._num_prompts * self._params.n):
+            builder = await service.in_thread(self._prepare)
+            try:
+                outputs = service.outputs(builder.prompts, self._params, arrival_time=call.started, interval=interval)
+                async with aclosing(outputs) as arriving:
+                    async for prompt, output in arriving:
+                        if call.first_output is None:
+                            call.first_output = time.monotonic()
+                        yield builder, prompt, output
+            finally:
+                call.details |= {
+                    "prompts": self._num_prompts,
+                    "prompt_tokens": builder.num_prompt_tokens,
+                    "cached_tokens": builder.num_cached_tokens,
+                    "completion_tokens": builder.num_output_tokens,
+                    "finish_reason": "+".join(sorted(set(builder.finish_reasons))) or None,
+                }
+
+    def _prepare(self) -> AnswerBuilder:
+        service, request = self._service, self._request
+        with refusals():
+            prompts = service.checked_prompts(request, self._params)
+        build = ChatBuilder if isinstance(request, ChatCompletionRequest) else CompletionBuilder
+        names = {"request_id": self._call.request_id, "model": self._model}
+        return build(request, self._params, prompts, service.tokenizer, **names)
+
+
+async def tokenize(service: Service, call: Call, request: TokenizeRequest) -> str:
+    service.check_model(request.model)
+    with refusals():
+        tokens = await service.in_thread(service.tokens, request)
+    answer = TokenizeAnswer(count=len(tokens), max_model_len=service.max_model_len, tokens=tokens)
+    if request.return_token_strs:
+        answer.token_strs = [service.tokenizer.token_text(token) for token in tokens]
+    return answer.model_dump_json()
+
+
+async def detokenize(service: Service, call: Call, request: DetokenizeRequest) -> str:
+    service.check_model(request.model)
+    with refusals():
+        service.tokenizer.check_ids(request.tokens, "tokens")
+    text = await service.in_thread(service.tokenizer.decode, request.tokens, False)
+    return DetokenizeAnswer(prompt=text).model_dump_json()

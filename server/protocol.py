@@ -1,0 +1,358 @@
+"""What clients send and get: OpenAI's types with vLLM's extra fields, and how a request becomes the engine's.
+
+Types are strict: a field that is not here is refused by name, null means that a field was not given, and numbers are no
+texts. What a value may be is checked where the engine checks it (`SamplingParams`, `InputProcessor`). Knows no HTTP.
+"""
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.validation import require
+
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # each token of each request is compared with all of its stop strings
+
+Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Prompt = str | list[int]
+
+
+class Request(BaseModel):
+    """A body that a client sends."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = Field(None, description="One of the names in /v1/models; null is the first of them.")
+
+
+class StreamOptions(BaseModel):
+    model_config = Request.model_config
+
+    include_usage: bool | None = Field(None, description="End with an event that holds the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Every event holds the usage so far.")
+
+
+class SamplingFields(Request):
+    """Fields that go to `SamplingParams` under their own names."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Count | None = Field(None, description="Log-probabilities of the prompt; not in streams.")
+    priority: int | None = Field(None, description="Lower goes first; needs a scheduling policy that knows it.")
+    cache_salt: str | None = Field(None, description="Cached prefixes are shared only under the same salt.")
+
+
+class GenerationRequest(SamplingFields):
+    """What completions and chats have in common, OpenAI's fields without effect included (see WITHOUT_EFFECT)."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = Field(None, ge=1, description="Tokens that are joined into one event.")
+    user: str | None = Field(None, description="The tenant under scheduling_policy 'fair' without API keys.")
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @property
+    def usage_at_end(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def usage_always(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def sampling_params(self, defaults: SamplingParams, *, tenant: str = "") -> SamplingParams:
+        """The engine's parameters; what the request leaves open is as `defaults` say. ValueError for what cannot be."""
+        raise NotImplementedError
+
+    def _params(self, defaults: SamplingParams, tenant: str, **changes: Any) -> SamplingParams:
+        if not self.stream:
+            for field in ("stream_options", "stream_interval"):
+                require(getattr(self, field) is None, field, getattr(self, field), "left out unless stream is true")
+        elif self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: not supported in streams: it must be left out where stream is true")
+        given = {name: getattr(self, name) for name in SAMPLING_NAMES if getattr(self, name) is not None}
+        return replace(defaults, tenant=tenant, **{**given, **changes})
+
+    def _refuse(self, **neutral: tuple) -> None:
+        """ValueError for a field whose value asks for something that there is not."""
+        for name, allowed in neutral.items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ValueError(f"{name}: not supported: it must be left out")
+
+
+SAMPLING_NAMES = tuple(name for name in SamplingFields.model_fields if name != "model")
+# Accepted and ignored: they change nothing in an answer. `user` counts under scheduling_policy "fair".
+WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+)
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: Count | None = None
+    echo: bool | None = None
+    suffix: Any = Field(None, description="Not supported.")
+    best_of: int | None = Field(None, description="Not supported, unless it is n.")
+
+    def prompts(self) -> list[Prompt]:
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return self.prompt if several else [self.prompt]
+
+    def sampling_params(self, defaults: SamplingParams, *, tenant: str = "") -> SamplingParams:
+        self._refuse(suffix=("",), best_of=(self.n or 1,))
+        changes = {"logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            changes["prompt_logprobs"] = self.logprobs
+        return self._params(defaults, tenant, **changes)
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: list[dict[str, Any]] = Field(description="Objects with `role` and `content`, text or text parts.")
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = Field(None, description="Only where the server trusts its clients' templates.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    tools: Any = Field(None, description="Not supported.")
+    tool_choice: Any = Field(None, description="Not supported, unless it is 'none' or 'auto'.")
+    functions: Any = Field(None, description="Not supported.")
+    function_call: Any = Field(None, description="Not supported, unless it is 'none' or 'auto'.")
+    response_format: Any = Field(None, description="Not supported, unless it is {'type': 'text'}.")
+    modalities: Any = Field(None, description="Not supported, unless it is ['text'].")
+
+    def sampling_params(self, defaults: SamplingParams, *, tenant: str = "") -> SamplingParams:
+        none_or_auto = ("none", "auto")
+        self._refuse(tools=([],), tool_choice=none_or_auto, functions=([],), function_call=none_or_auto)
+        self._refuse(response_format=({"type": "text"},), modalities=(["text"],))
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: it must be left out unless logprobs is true")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ValueError("max_completion_tokens: it must be max_tokens where both are given")
+        said = defaults.max_tokens != SamplingParams().max_tokens
+        most = limits.pop() if limits else defaults.max_tokens if said else None
+        return self._params(
+            defaults, tenant, max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+        )
+
+    def rendering(self) -> dict[str, Any]:
+        """The options of `ChatTemplate.prompt`."""
+        continues = bool(self.continue_final_message)
+        generation_prompt = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        options: dict[str, Any] = {"add_generation_prompt": generation_prompt, "continue_final_message": continues}
+        if self.chat_template is not None:
+            options["chat_template"] = self.chat_template
+        return options | {"chat_template_kwargs": self.chat_template_kwargs}
+
+
+class TokenizeRequest(Request):
+    """A text, or a chat for the chat template."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = Field(None, description="True unless null; not for messages.")
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Request):
+    tokens: list[int]
+
+
+# ---- answers ------------------------------------------------------------------------------------------------
+
+
+def _absent(value: Any) -> bool:
+    """Whether a field is left out of the JSON instead of being null."""
+    return value is None
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionLogprobs(BaseModel):
+    """`tokens` joined are the choice's text; `text_offset` are where they begin."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=_absent)
+
+
+class Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+
+
+class Completion(Answer):
+    """An answer, or an event of a stream: then the choices hold what is new."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage | None = Field(None, exclude_if=_absent)
+
+
+class TopLogprob(BaseModel):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob] = []
+    refusal: None = None
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=_absent)
+
+
+class ChatCompletion(Answer):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage | None = Field(None, exclude_if=_absent)
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = Field(None, exclude_if=_absent)
+    content: str | None = Field(None, exclude_if=_absent)
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionChunk(Answer):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = Field(None, exclude_if=_absent)
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jaxserve"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = Field(None, exclude_if=_absent)
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+class VersionAnswer(BaseModel):
+    version: str
+
+
+class StateAnswer(BaseModel):
+    """Of /health and /ready. `done` of `total` programs are compiled while the status is "compiling"."""
+
+    status: str
+    done: int | None = Field(None, exclude_if=_absent)
+    total: int | None = Field(None, exclude_if=_absent)
+    error: str | None = Field(None, exclude_if=_absent)
