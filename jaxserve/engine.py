@@ -8,7 +8,7 @@ One step, with host work overlapped (`async_scheduling`):
 """
 
 from collections.abc import Sequence
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any, NamedTuple, no_type_check
 
 from jaxserve import startup, weights_update
@@ -216,23 +216,27 @@ class Engine:
     def _process(self, plan: StepPlan, wanted: WantedRows, result: StepResult) -> None:
         """Hand each entry's result to its request and note what is new."""
         new: dict[str, list[CompletionOutput]] = {}
+        took: list[Request] = []
         row = sampled_row = 0
         all_finite, tokens = bool(result.finite[: plan.num_tokens].all()), result.tokens.tolist()
         for entry in plan.entries:
             request, _, _, count, sample, drafts, _ = entry
-            sampled: list[int] = []
-            if sample:
-                sampled = tokens[sampled_row : sampled_row + 1 + drafts]
-                if drafts:
-                    sampled = sampled[: self._drafts.observe(request, sampled)]
+            sampled = tokens[sampled_row : sampled_row + sample + drafts]
+            if drafts:
+                del sampled[self._drafts.observe(request, sampled) :]
             finite = all_finite or bool(result.finite[row : row + count + max(len(sampled) - 1, 0)].all())
             if wanted.prompts and finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
                 self._outputs.score(request, wanted.prompts[request], result)
             ended = request.finish_reason
             taken = self.scheduler.complete(entry, sampled, finite)
             if taken:
+                took.append(request)
+                del sampled[taken:]
                 whole = wanted.sampled_whole.get(request, -1) if wanted.sampled_whole else -1
-                output = self._output(request, sampled[:taken], result, sampled_row, whole)
+                output = self._outputs.completion(request, sampled, result, sampled_row, whole, self.weights_version)
+                self._counters.generation_tokens += len(output.token_ids)
+                if output.finish_reason is not None and request.state is not RequestState.FINISHED:
+                    self.scheduler.finish(request)  # a stop string: known only now
                 new.setdefault(request.request_id, []).append(output)
             elif request.finish_reason == "error":
                 self._fail(entry, new)
@@ -241,6 +245,7 @@ class Engine:
                 new.setdefault(request.request_id, []).append(output)
             row += count + drafts
             sampled_row += sample + drafts
+        self._metrics.took_tokens(took)
         self._pending += [
             self._report(group, deltas) for request_id, deltas in new.items() if (group := self._groups.get(request_id))
         ]
@@ -253,17 +258,6 @@ class Engine:
             # Branches share the prompt's pages: what went wrong in one is wrong in all that still run.
             ended = [delta for delta in new.pop(request.request_id, ()) if delta.finish_reason is not None]
             self._end(group, "error", request.error, ended)
-
-    def _output(
-        self, request: Request, tokens: list[int], result: StepResult, row: int, whole: int
-    ) -> CompletionOutput:
-        self._metrics.token(request, monotonic())
-        output = self._outputs.completion(request, tokens, result, row, whole)
-        self._counters.generation_tokens += len(output.token_ids)
-        if output.finish_reason is not None and request.state is not RequestState.FINISHED:
-            self.scheduler.finish(request)  # a stop string: known only now
-        output.weights_versions = [self.weights_version] * len(output.token_ids)
-        return output
 
     def _report(self, group: RequestGroup, deltas: list[CompletionOutput]) -> RequestOutput:
         """Wrap what is new; forget the request if that was the last of it."""

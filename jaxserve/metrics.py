@@ -4,7 +4,8 @@ A leaf: knows no engine. Times are in seconds, from the engine's own clock (`tim
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -113,9 +114,9 @@ class Histogram:
     def __init__(self, bounds: Sequence[Number]):
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
 
-    def observe(self, value: Number) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: Number, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,19 @@ class EngineMetrics:
     def step(self, num_tokens: int) -> None:
         self._observe("iteration_tokens_total", num_tokens)
 
-    def token(self, request: Request, now: float) -> None:
-        """A step has brought new tokens for the request."""
-        if request.first_token_time is None:
-            request.first_token_time = now
-            self._observe("time_to_first_token_seconds", now - request.arrival_time)
-        else:
-            self._observe("inter_token_latency_seconds", now - request.last_token_time)
-        request.last_token_time = now
+    def took_tokens(self, requests: Iterable[Request]) -> None:
+        """A step has brought new tokens for these requests."""
+        now, intervals = monotonic(), Counter()  # most of them had their last tokens at the same time
+        for request in requests:
+            last = request.last_token_time
+            if last is None:
+                request.first_token_time = now
+                self._observe("time_to_first_token_seconds", now - request.arrival_time)
+            else:
+                intervals[last] += 1
+            request.last_token_time = now
+        for last, count in intervals.items():
+            self._histograms["inter_token_latency_seconds"].observe(now - last, count)
 
     def finished(self, request: Request) -> None:
         """The request has ended as it should."""

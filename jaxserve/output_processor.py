@@ -121,10 +121,10 @@ class OutputProcessor:
         return "" if text is None else text.flush()
 
     def completion(
-        self, request: Request, tokens: list[int], result: StepResult, row: int, whole: int
+        self, request: Request, tokens: list[int], result: StepResult, row: int, whole: int, version: int
     ) -> CompletionOutput:
-        """What the tokens add that a request has just taken; the first stands in `row` of the sampled rows and in
-        `whole` of those with the whole vocabulary.
+        """What the tokens add that a request has just taken, sampled by weights of `version`; the first stands in
+        `row` of the sampled rows and in `whole` of those with the whole vocabulary.
 
         A stop string may end the request here: it then gives back the tokens behind it.
         """
@@ -139,19 +139,17 @@ class OutputProcessor:
                     if surplus:
                         del request.token_ids[-surplus:], tokens[-surplus:]
                     break
-        output = CompletionOutput(request.index, pushed, tokens, None, None, request.finish_reason)
-        output.stop_reason = request.stop_reason
-        wanted = request.params.logprobs
+        wanted, logprobs, cumulative = request.params.logprobs, None, None
         if wanted is not None:
             everything = (lambda index: result.whole[whole + index]) if wanted < 0 else lambda index: None
-            output.logprobs = [
+            logprobs = [
                 self._logprobs(token, result.logprobs, row + index, wanted, everything(index))
                 for index, token in enumerate(tokens)
             ]
-            output.cumulative_logprob = sum(
-                entry[token].logprob for entry, token in zip(output.logprobs, tokens, strict=True)
-            )
-        return output
+            cumulative = sum(entry[token].logprob for entry, token in zip(logprobs, tokens, strict=True))
+        versions = [version] * len(tokens)
+        reasons = request.finish_reason, request.stop_reason
+        return CompletionOutput(request.index, pushed, tokens, logprobs, cumulative, *reasons, None, versions)
 
     def score(self, request: Request, rows: PromptRows, result: StepResult) -> None:
         """Take the log-probabilities of prompt tokens; those known from before a preemption are the same."""

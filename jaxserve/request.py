@@ -76,7 +76,7 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of the tokens scored so far; None: not asked for
     scheduled_time: float | None = None  # of the first admission; this and those below by `time.monotonic`
     first_token_time: float | None = None
-    last_token_time: float = 0.0
+    last_token_time: float | None = None
     stale: bool = False
     rank: float = 0.0  # the policy's own, while the request runs
     num_charged: int = 0  # positions that the policy `fair` has counted

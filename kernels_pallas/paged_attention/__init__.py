@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxserve.kernels_pallas.capability import why_no_hopper
 from jaxserve.kernels_pallas.cpu.library import Unavailable, load_native
 from jaxserve.kernels_pallas.paged_attention import native, reference, xla
-from jaxserve.kernels_pallas.paged_attention.work_list import TILES, WorkFormat
+from jaxserve.kernels_pallas.paged_attention.work_list import NONE, TILES, WorkFormat
 
 _log = logging.getLogger("jaxserve")
 _ON_ONE_DEVICE = "it runs on one device, not on a mesh"
@@ -31,12 +31,12 @@ class AttentionBackend(NamedTuple):
     name: str
     prepare: Callable
     attend: Callable
-    work: WorkFormat = TILES
+    work: WorkFormat
     page_size: int = 16
 
 
-REFERENCE = AttentionBackend("reference", reference.prepare, reference.paged_attention_reference)
-XLA = AttentionBackend("xla", xla.prepare, xla.paged_attention_xla)
+REFERENCE = AttentionBackend("reference", reference.prepare, reference.paged_attention_reference, NONE)
+XLA = AttentionBackend("xla", xla.prepare, xla.paged_attention_xla, TILES)
 
 
 def choose_attention(
@@ -91,7 +91,7 @@ def _native_or_xla(backend: str, head_dim: int, mesh: jax.sharding.Mesh | None) 
     elif isinstance(library := load_native(), Unavailable):
         reason = library.reason
     else:
-        return AttentionBackend("native", reference.prepare, native.NativeAttention(library.paged_attention))
+        return AttentionBackend("native", reference.prepare, native.NativeAttention(library.paged_attention), NONE)
     if backend == "native":
         raise ValueError(f"attention_backend='native': attention_backend must be one that works here: {reason}")
     return XLA

@@ -124,6 +124,26 @@ class GroupedTiles:
 TILES = GroupedTiles()
 
 
+@dataclass(frozen=True)
+class NoWorkList:
+    """The `WorkFormat` of backends that go by positions alone."""
+
+    def size(self, tokens: int) -> int:
+        return 0
+
+    def pack(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tokens: int) -> np.ndarray:
+        return np.empty(0, np.int32)
+
+    def unpack(self, packed: Int[Array, " size"], tokens: int) -> None:
+        return None
+
+    def singles(self, rows: int) -> None:
+        return None
+
+
+NONE = NoWorkList()
+
+
 def _cut_chunks(
     rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, chunks: list[tuple[int, int, int]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
