@@ -44,7 +44,7 @@ def choose_attention(
     *,
     head_dim: int = native.HEAD_DIM_MULTIPLE,
     group: int = 1,
-    dtype: jnp.dtype = jnp.bfloat16,
+    dtype: jnp.dtype = jnp.dtype("bfloat16"),  # noqa: B008
     max_model_len: int = 1,
     mesh: jax.sharding.Mesh | None = None,
 ) -> AttentionBackend:

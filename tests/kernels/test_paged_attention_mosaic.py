@@ -164,7 +164,7 @@ def steps(draw, tokens: int):
 
 # ---- against the definition -----------------------------------------------------------------------------
 
-SHAPES = [Shape(), Shape(24, page_size=16, group=3, window=150, logit_soft_cap=3.0)]
+SHAPES = [Shape(), Shape(24, page_size=32, group=3, window=150, logit_soft_cap=3.0)]
 MORE_SHAPES = [
     Shape(8, page_size=32, head_dim=128, group=8, kv_heads=1, dtype="float16"),
     Shape(16, page_size=128, head_dim=128, window=70, config=replace(SMALL, prefill_workers=1)),
@@ -367,7 +367,7 @@ def test_the_kernels_are_chosen_on_hopper_alone(monkeypatch, caplog):
     assert not caplog.messages
     for change, reason in (
         ({"head_dim": 256}, "head_dim=256 is not one of 64, 128"),
-        ({"dtype": jnp.float32}, "dtype=float32 is not one of bfloat16, float16"),
+        ({"dtype": jnp.dtype("float32")}, "dtype=float32 is not one of bfloat16, float16"),
         ({"group": 71}, "71 query heads a kv head are more than 64"),
     ):
         caplog.clear()

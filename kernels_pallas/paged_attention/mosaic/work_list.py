@@ -9,6 +9,8 @@ upper bounds: the kernels go by what the device knows, and items that turn out t
 """
 
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -73,23 +75,21 @@ class WorkFormat:
         small = self.item_tokens and tokens <= self.small_bucket
         return 0 if small else tokens // self.tile_tokens + tokens // (self.item_tokens + 1)
 
-    def _sizes(self, tokens: int) -> list[int]:
-        """Lengths of the fields of `WorkList`."""
+    @cache  # noqa: B019 (engines are few, and so are buckets)
+    def _bounds(self, tokens: int) -> list[tuple[int, int]]:
+        """Where the fields of `WorkList` begin and end in the packed one."""
         items, split_rows, tiles = self.num_items(tokens), self.num_split_rows(tokens), self.num_tiles(tokens)
-        return [1, 1, 1, tokens, tokens, tokens, items, items, split_rows, split_rows, tiles, tiles]
+        sizes = [1, 1, 1, tokens, tokens, tokens, items, items, split_rows, split_rows, tiles, tiles]
+        return list(pairwise(accumulate(sizes, initial=0)))
 
     def size(self, tokens: int) -> int:
         """int32 values of the packed work list of a bucket of `tokens` rows."""
-        return sum(self._sizes(tokens))
+        return self._bounds(tokens)[-1][1]
 
     def unpack(self, packed: Int[Array, " size"], tokens: int) -> WorkList:
         """The work list in a packed buffer, sliced inside a jit."""
-        fields, end = [], 0
-        for size, name in zip(self._sizes(tokens), WorkList._fields, strict=True):
-            field = packed[end : end + size]
-            fields.append(field[0] if name.startswith("num_") else field)
-            end += size
-        return WorkList(*fields)
+        fields = [packed[start:end] for start, end in self._bounds(tokens)]
+        return WorkList(*(field[0] for field in fields[:3]), *fields[3:])
 
     def singles(self, rows: int) -> WorkList:
         """Inside a jit: `rows` query rows, each of another sequence and with all of its context."""
@@ -103,8 +103,8 @@ class WorkFormat:
     def pack(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tokens: int) -> np.ndarray:
         """The packed work list [size(tokens)] of the runs (rows[i], starts[i], counts[i]), int32."""
         packed = np.zeros(self.size(tokens), np.int32)
-        fields = WorkList(*np.split(packed, np.cumsum(self._sizes(tokens))[:-1]))
-        if self.num_tiles(tokens):
+        fields = WorkList(*(packed[start:end] for start, end in self._bounds(tokens)))
+        if len(fields.tile_row) and counts.max(initial=0) > self.item_tokens:
             rows, starts, counts = self._cut_tiles(rows, starts, counts, fields)
         pieces = _longest_first(_cut(rows, starts, counts, self.item_tokens)) if self.item_tokens else None
         if pieces is not None and len(pieces.row):
