@@ -8,6 +8,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from jaxserve.bench import workload
 from jaxserve.bench.workload import CASES, Item
+from jaxserve.cli import bench_serve, bench_soak
 from jaxserve.cli.options import STRICT, add_shared_options, engine_config, load, sampling_params
 from jaxserve.validation import require
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 WORK = ("cases", "trace", "dataset")
 NUMBERS = ("num_prompts", "input_len", "output_len", "prefix_len", "prefix_share", "seed", "repeats")
-OWN = ("throughput", *WORK, *NUMBERS, "warm_up", "output_json")
+OWN = {"throughput": (*WORK, *NUMBERS, "warm_up", "output_json"), "serve": bench_serve.OWN, "soak": bench_soak.OWN}
 DEFAULT_OUTPUT = 128
 
 
@@ -31,6 +32,8 @@ def add_options(parser: ArgumentParser) -> None:
     kinds.add_subcommand("throughput", throughput, help="a batch of requests, all there from the start")
     add_shared_options(throughput, sampling__temperature=0.0, sampling__ignore_eos=True)
     _add_work(throughput)
+    bench_serve.add_options(kinds)
+    bench_soak.add_options(kinds)
 
 
 def _add_work(parser: ArgumentParser) -> None:
@@ -49,7 +52,8 @@ def _add_work(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    return _throughput(options[options.benchmark])
+    commands = {"throughput": _throughput, "serve": bench_serve.run, "soak": bench_soak.run}
+    return commands[options.benchmark](options[options.benchmark])
 
 
 def _throughput(options: Namespace) -> int:
