@@ -193,6 +193,11 @@ def test_options_in_the_readme_exist(capsys, no_model, monkeypatch):
     """The commands of the README's code blocks parse; they are stopped where the model would be loaded."""
     converted = []
     monkeypatch.setattr("jaxserve.checkpoint.convert.convert", lambda *given, **options: converted.append(given))
+
+    def started(*_):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("jaxserve.server.run.serve", started)
     blocks = [text for language, text in readme_blocks() if not language]
     commands = [line.split("#")[0] for block in blocks for line in block.splitlines() if "bin/jaxserve " in line]
     assert len(commands) >= 5

@@ -1,9 +1,6 @@
-"""`jaxserve bench throughput`: how fast the engine works off a batch of requests, and where capacity is wasted;
-`jaxserve bench speculative`: what drafts gain, by kind of prompt and by load.
-"""
+"""`jaxserve bench throughput`: how fast the engine works off a batch of requests, and where capacity is wasted."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +8,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from jaxserve.bench import workload
 from jaxserve.bench.workload import CASES, Item
-from jaxserve.cli.options import STRICT, add_shared_options, engine_config, load, sampling_params
+from jaxserve.cli import bench_serve, bench_soak, bench_speculative
+from jaxserve.cli.options import STRICT, add_shared_options, encoded, engine_config, load, sampling_params
 from jaxserve.validation import require
 
 if TYPE_CHECKING:
@@ -19,8 +17,11 @@ if TYPE_CHECKING:
 
 WORK = ("cases", "trace", "dataset")
 NUMBERS = ("num_prompts", "input_len", "output_len", "prefix_len", "prefix_share", "seed", "repeats")
-SPECULATIVE = ("speculative", "groups", "concurrency", "output_dir")
-OWN = ("throughput", *WORK, *NUMBERS, "warm_up", "output_json", *SPECULATIVE)
+OTHERS = {"speculative": bench_speculative, "serve": bench_serve, "soak": bench_soak}
+OWN = {
+    "throughput": (*WORK, *NUMBERS, "warm_up", "output_json"),
+    **{name: module.OWN for name, module in OTHERS.items()},
+}
 DEFAULT_OUTPUT = 128
 
 
@@ -35,17 +36,8 @@ def add_options(parser: ArgumentParser) -> None:
     kinds.add_subcommand("throughput", throughput, help="a batch of requests, all there from the start")
     add_shared_options(throughput, sampling__temperature=0.0, sampling__ignore_eos=True)
     _add_work(throughput)
-    description = (
-        "Pairs of runs, without and with drafts, of a file's prompts by category and by requests at once: 64 tokens "
-        "each, greedy, prompts computed before. What is measured already is not measured again."
-    )
-    speculative = ArgumentParser(description=description, **STRICT)
-    kinds.add_subcommand("speculative", speculative, help="what speculative decoding gains")
-    add_shared_options(speculative, sampling=False)
-    speculative.add_argument("--dataset", type=str, help="a JSONL file of prompts, with `turns` and `category`")
-    speculative.add_argument("--groups", type=str, nargs="*", help="the groups to measure; all by default")
-    speculative.add_argument("--concurrency", type=int, nargs="*", default=[1, 4, 16, 64], help="requests at once")
-    speculative.add_argument("--output_dir", type=str, help="a folder for cells.jsonl and speedup.svg")
+    for module in OTHERS.values():
+        module.add_options(kinds)
 
 
 def _add_work(parser: ArgumentParser) -> None:
@@ -64,42 +56,8 @@ def _add_work(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    chosen = {"throughput": _throughput, "speculative": _speculative}[options.benchmark]
-    return chosen(options[options.benchmark])
-
-
-def _chat(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-def _speculative(options: Namespace) -> int:
-    from jaxserve.bench import speculative as bench
-
-    require(bool(options.dataset) and Path(options.dataset).is_file(), "dataset", options.dataset, "an existing file")
-    config = engine_config(options)
-    if config.speculative_config is None:
-        raise ValueError("speculative_config=None: speculative_config must name a method: there is nothing to measure")
-    groups = bench.groups_of(options.dataset)
-    for name in options.groups or ():
-        require(name in groups, "groups", name, f"some of {', '.join(groups)}")
-    folder = Path(options.output_dir) if options.output_dir else None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    with load(config) as llm:
-        prompts = {
-            name: _encoded(map(_chat, bench.spread(texts, max(bench.PROMPTS.values()))), llm.engine)
-            for name, texts in groups.items()
-            if not options.groups or name in options.groups
-        }
-        line = lambda values: print("| " + " | ".join(values) + " |", flush=True)
-        line(bench.HEADINGS)
-        line(["---"] * len(bench.HEADINGS))
-        journal = folder / "cells.jsonl" if folder is not None else None
-        cells = bench.run_cells(llm.engine, prompts, options.concurrency, journal, lambda cell: line(cell.row()))
-    print(bench.summary(cells))
-    if folder is not None:
-        bench.plot(cells, folder / "speedup.svg")
-    return 0
+    command = OTHERS[options.benchmark].run if options.benchmark in OTHERS else _throughput
+    return command(options[options.benchmark])
 
 
 def _throughput(options: Namespace) -> int:
@@ -158,17 +116,4 @@ def _work(options: Namespace, engine: "Engine") -> list[tuple[str, list[Item]]]:
 
 
 def _prompts(file: str, count: int, engine: "Engine") -> list[Item]:
-    return [Item(ids, DEFAULT_OUTPUT) for ids in _encoded(workload.jsonl_prompts(file, count), engine)]
-
-
-def _encoded(prompts: Iterable[str | list], engine: "Engine") -> list[list[int]]:
-    """Token ids of texts and of chats."""
-    if engine.tokenizer is None:
-        raise ValueError("dataset: its prompts need a tokenizer, and this engine has none")
-    from jaxserve.text.chat_template import ChatTemplate
-
-    template = ChatTemplate(engine.tokenizer)
-    return [
-        engine.tokenizer.encode(prompt) if isinstance(prompt, str) else template.prompt(prompt)["prompt_token_ids"]
-        for prompt in prompts
-    ]
+    return [Item(ids, DEFAULT_OUTPUT) for ids in encoded(workload.jsonl_prompts(file, count), engine)]

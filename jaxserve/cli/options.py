@@ -3,7 +3,7 @@
 import dataclasses
 import gc
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -12,6 +12,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxserve.engine import Engine
     from jaxserve.llm import LLM
 
 # Errors are reported by `main`, in one line; an option must be spelled out.
@@ -76,3 +77,16 @@ def load(config: EngineConfig) -> "LLM":
     finally:
         gc.freeze()
         gc.enable()
+
+
+def encoded(prompts: Iterable[str | list], engine: "Engine") -> list[list[int]]:
+    """Token ids of texts and of chats."""
+    if engine.tokenizer is None:
+        raise ValueError("dataset: its prompts need a tokenizer, and this engine has none")
+    from jaxserve.text.chat_template import ChatTemplate
+
+    template = ChatTemplate(engine.tokenizer)
+    return [
+        engine.tokenizer.encode(prompt) if isinstance(prompt, str) else template.prompt(prompt)["prompt_token_ids"]
+        for prompt in prompts
+    ]
