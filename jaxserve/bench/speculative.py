@@ -193,8 +193,11 @@ def summary(cells: Sequence[Cell]) -> str:
 
 
 def plot(cells: Sequence[Cell], file: Path) -> None:
-    """The speed-ups as a picture: one group of bars a group, one bar a concurrency."""
-    from matplotlib.figure import Figure
+    """The speed-ups as a picture: one group of bars a group, one bar a concurrency. RuntimeError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError("no picture without matplotlib: pip install 'jaxserve[plot]'") from None
 
     groups = list(dict.fromkeys(cell.group for cell in cells))
     concurrencies = sorted({cell.concurrency for cell in cells})
