@@ -105,7 +105,8 @@ def groups_of(file: str | Path) -> dict[str, list[str]]:
 
 def spread(prompts: Sequence[Any], count: int) -> list[Any]:
     """`count` prompts from all over a group, so that categories within it are all there."""
-    return [prompts[index * len(prompts) // count] for index in range(min(count, len(prompts)))]
+    count = min(count, len(prompts))
+    return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
 def measure_cell(engine: Engine, group: str, concurrency: int, prompts: Prompts, pairs: int = PAIRS) -> Cell:
