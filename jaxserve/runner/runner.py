@@ -15,13 +15,13 @@ from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.kernels_pallas.cpu.linear import NativeLinear, choose_norm
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
+from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Compiler, Program
 from jaxserve.runner.inputs import Runs, ScoreRow
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import Weights, flatten
-from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.tables import LogitsTables, packed_tables_size
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets

@@ -31,14 +31,14 @@ from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
 from jaxserve.kernels_pallas.cpu.linear import NativeLinear, NativeNorm
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
+from jaxserve.kernels_pallas.verify_draft import blocks
+from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs, whole_logprobs
+from jaxserve.kernels_pallas.verify_draft.sampler import sample
 from jaxserve.models import decoder, rope
 from jaxserve.runner.inputs import BodyInputs, unpack_body
 from jaxserve.runner.slots import Slots
 from jaxserve.runner.weights import ModelDefinition, Weights
-from jaxserve.sampling import blocks
-from jaxserve.sampling.logprobs import Logprobs, logprobs, whole_logprobs
 from jaxserve.sampling.processing import process
-from jaxserve.sampling.sampler import sample
 
 SCORE_ROWS = 64  # rows of logits that scoring holds at once
 
