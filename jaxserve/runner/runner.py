@@ -15,6 +15,7 @@ from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.kernels_pallas.cpu.linear import NativeLinear, choose_norm
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
+from jaxserve.kernels_pallas.verify_draft import choose_verify
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import inputs, slots, step
@@ -84,7 +85,10 @@ class Runner:
         self.max_pages = -(-max_len // layout.page_size)
         self.buckets = buckets
         norm = choose_norm(native=native_linear is not None or attention.name == "native")
-        self.step = StepDefinition(definition, attention, buckets.tokens[-1], MAX_LOGPROBS, mesh, native_linear, norm)
+        verify = choose_verify(mesh=mesh)
+        self.step = StepDefinition(
+            definition, attention, buckets.tokens[-1], MAX_LOGPROBS, mesh, native_linear, norm, verify
+        )
         devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
         self.compiler = Compiler(cache_dir, devices)
         self.slots = slots.allocate(num_slots, max_len, self.max_pages, model.config.vocab_size)

@@ -31,9 +31,8 @@ from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
 from jaxserve.kernels_pallas.cpu.linear import NativeLinear, NativeNorm
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
-from jaxserve.kernels_pallas.verify_draft import blocks
+from jaxserve.kernels_pallas.verify_draft import REFERENCE, VerifyBackend, blocks
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs, whole_logprobs
-from jaxserve.kernels_pallas.verify_draft.sampler import sample
 from jaxserve.models import decoder, rope
 from jaxserve.runner.inputs import BodyInputs, unpack_body
 from jaxserve.runner.slots import Slots
@@ -54,6 +53,7 @@ class StepDefinition:
     mesh: jax.sharding.Mesh | None = None
     native_linear: NativeLinear | None = None
     native_norm: NativeNorm | None = None
+    verify: VerifyBackend = REFERENCE
 
     def linear(self, count: Int[Array, ""]) -> Callable:
         """The product `linear(x, weight, out_dtype=None)` of a program whose first `count` rows are no padding."""
@@ -155,7 +155,7 @@ def _sample(step: StepDefinition, slots: Slots, logits, row_slots, position) -> 
         wants_logprobs=jnp.where(padding, -1, rows.wants_logprobs),
     )
     processed = process(logits, slots.processing, row_slots, slots.history, position)
-    tokens = sample(processed.logits, rows, position)
+    tokens = step.verify.sample(processed.logits, rows, position)
     chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs)
     return jnp.where(processed.alive, tokens, -1), chosen
 

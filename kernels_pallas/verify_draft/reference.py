@@ -24,6 +24,7 @@ from jaxserve.kernels_pallas.verify_draft import blocks, filters, noise
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs
 from jaxserve.kernels_pallas.verify_draft.sampler import Row, SamplingRows, sample
 from jaxserve.sampling_params import COLDEST
+from jaxserve.validation import require
 
 RULES = ("agreement", "rejection")
 
@@ -57,38 +58,54 @@ def verify_draft(
     the proposer had no choice, so q is 1 at its draft. Only `rejection` looks at them. With `max_logprobs` (static)
     the tokens' log-probabilities under `raw_logits` are given (`logits` without), as by `logprobs`.
     """
-    judge = {"agreement": _agree, "rejection": _reject}[rule]
+    check_rule(rule)
+    sampled = _agree if rule == "agreement" else _reject
     with jax.named_scope("verify_draft"):
-        accepted, tokens = judge(logits, draft_tokens, num_drafts, rows, positions, draft_logits, candidates)
-        drafted = accepted.shape[1]
-        stands = accepted & (_steps(accepted) < num_drafts[:, None])
-        num_accepted = jnp.where(stands, jnp.int32(drafted), _steps(stands)).min(axis=1, initial=drafted)
-        next_token = jnp.take_along_axis(tokens, num_accepted[:, None], axis=1, mode="promise_in_bounds")[:, 0]
-        tokens = jnp.where(_steps(tokens) <= num_accepted[:, None], tokens, jnp.int32(-1))
-        found = None
-        if max_logprobs is not None:
-            found = _logprobs(logits if raw_logits is None else raw_logits, tokens, rows.wants_logprobs, max_logprobs)
+        tokens = sampled(logits, draft_tokens, num_drafts, rows, positions, draft_logits, candidates)
+        raw_logits = logits if raw_logits is None else raw_logits
+        return conclude(tokens, draft_tokens, num_drafts, raw_logits, rows.wants_logprobs, max_logprobs)
+
+
+def check_rule(rule: str) -> None:
+    """ValueError for a name that is no rule."""
+    require(rule in RULES, "rule", rule, f"one of {RULES}")
+
+
+def conclude(
+    tokens: Int32[Array, "rows width"],
+    draft_tokens: Int32[Array, "rows width-1"],
+    num_drafts: Int32[Array, " rows"],
+    raw_logits: Float32[Array, "rows width vocab"],
+    wanted: Int32[Array, " rows"],
+    max_logprobs: int | None,
+) -> Verified:
+    """From the token that each position would give, if all drafts before it are accepted, to the result."""
+    drafts = draft_tokens.shape[1]
+    stands = (tokens[:, :-1] == draft_tokens) & (_steps(draft_tokens) < num_drafts[:, None])
+    num_accepted = jnp.where(stands, jnp.int32(drafts), _steps(stands)).min(axis=1, initial=drafts)
+    next_token = jnp.take_along_axis(tokens, num_accepted[:, None], axis=1, mode="promise_in_bounds")[:, 0]
+    tokens = jnp.where(_steps(tokens) <= num_accepted[:, None], tokens, jnp.int32(-1))
+    found = None if max_logprobs is None else _logprobs(raw_logits, tokens, wanted, max_logprobs)
     return Verified(num_accepted, next_token, tokens, found)
 
 
 def _agree(logits, draft_tokens, num_drafts, rows: SamplingRows, positions, draft_logits, candidates: int):
-    """The target's own samples, and which drafts are the same."""
+    """The target's own samples."""
     count, width, vocab = logits.shape
-    every, at = _each(rows, positions, width)
+    every, at = each(rows, positions, width)
     idle = (_steps(logits) > num_drafts[:, None]).reshape(-1)
     every = every._replace(temperature=jnp.where(idle, jnp.float32(0), every.temperature))
-    tokens = sample(logits.reshape(-1, vocab), every, at, candidates=candidates).reshape(count, width)
-    return tokens[:, :-1] == draft_tokens, tokens
+    return sample(logits.reshape(-1, vocab), every, at, candidates=candidates).reshape(count, width)
 
 
 def _reject(logits, draft_tokens, num_drafts, rows: SamplingRows, positions, draft_logits, candidates: int):
-    """Which drafts stand, and at each position what follows if they all do up to there and this one does not."""
+    """The drafts that stand, another token where one does not, and the sampler's behind the last."""
     count, width, vocab = logits.shape
     last = jnp.take_along_axis(logits, num_drafts[:, None, None], axis=1, mode="promise_in_bounds")[:, 0]
     following = sample(last, rows, positions + num_drafts, candidates=candidates)
     if width == 1:
-        return jnp.zeros((count, 0), bool), following[:, None]
-    every, at = _each(rows, positions, width - 1)
+        return following[:, None]
+    every, at = each(rows, positions, width - 1)
     target = logits[:, :-1].reshape(-1, vocab)
     drafts = jnp.clip(draft_tokens.reshape(-1), 0, vocab - 1)
     if draft_logits is None:
@@ -99,12 +116,10 @@ def _reject(logits, draft_tokens, num_drafts, rows: SamplingRows, positions, dra
     chance = noise.uniform(noise.row_keys(every.seed, at, noise.ACCEPTANCE)[:, 0])
     stands = chance * _at(offered, drafts) < _at(wanted, drafts)
     instead = _draw(wanted - offered, wanted, noise.row_keys(every.seed, at, noise.RESIDUAL))
-    greedy, likeliest = every.temperature < COLDEST, blocks.largest(target)[0]
-    stands = jnp.where(greedy, drafts == likeliest, stands)
-    tokens = jnp.where(greedy, likeliest, jnp.where(stands, drafts, instead)).reshape(count, width - 1)
+    tokens = jnp.where(stands, drafts, instead)
+    tokens = jnp.where(every.temperature < COLDEST, blocks.largest(target)[0], tokens).reshape(count, width - 1)
     tokens = jnp.concatenate([tokens, following[:, None]], axis=1)
-    tokens = jnp.where(_steps(tokens) == num_drafts[:, None], following[:, None], tokens)
-    return stands.reshape(count, width - 1), tokens
+    return jnp.where(_steps(tokens) == num_drafts[:, None], following[:, None], tokens)
 
 
 def probabilities(logits: Float32[Array, "rows vocab"], rows: SamplingRows) -> Float32[Array, "rows vocab"]:
@@ -143,7 +158,7 @@ def _logprobs(logits: Float32[Array, "rows width vocab"], tokens: Int32[Array, "
     return jax.tree.map(lambda leaf: leaf.reshape(count, positions, *leaf.shape[1:]), found)
 
 
-def _each(rows: SamplingRows, positions: Int32[Array, " rows"], width: int) -> tuple[SamplingRows, Array]:
+def each(rows: SamplingRows, positions: Int32[Array, " rows"], width: int) -> tuple[SamplingRows, Array]:
     """The parameters and the position of each of a row's tokens, row after row."""
     at = positions[:, None] + lax.iota(jnp.int32, width)
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), rows), at.reshape(-1)
