@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs
 from jaxserve.outputs import CompletionOutput, Logprob
 from jaxserve.request import Request
 from jaxserve.runner.inputs import ScoreRow
 from jaxserve.runner.runner import StepResult
-from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.stop_strings import StopStrings

@@ -14,6 +14,8 @@ from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.kernels_pallas.cpu.linear import NativeLinear, choose_norm
 from jaxserve.kernels_pallas.matmul import LinearKernel
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
+from jaxserve.kernels_pallas.verify_draft import choose_verify
+from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Compiler, Program
@@ -21,7 +23,6 @@ from jaxserve.runner.inputs import Runs, ScoreRow
 from jaxserve.runner.programs import COPIES, Programs, head_name
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import Weights, flatten
-from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets
@@ -97,6 +98,7 @@ class Runner:
             mesh=mesh,
             linear_kernel=linear_kernel,
             native_norm=norm,
+            verify=choose_verify(mesh=mesh),
             proposer=proposer,
             draft=draft_definition,
         )

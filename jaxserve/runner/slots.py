@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.sampling import processing
 from jaxserve.sampling.processing import Processing
-from jaxserve.sampling.sampler import SamplingRows
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams, seed_words
 

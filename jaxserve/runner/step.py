@@ -32,14 +32,14 @@ from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
 from jaxserve.kernels_pallas.cpu.linear import NativeNorm
 from jaxserve.kernels_pallas.matmul import LinearKernel
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
+from jaxserve.kernels_pallas.verify_draft import REFERENCE, VerifyBackend, blocks
+from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs, whole_logprobs
+from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.models import decoder, rope
 from jaxserve.runner.inputs import BodyInputs, unpack_body
 from jaxserve.runner.slots import Slots
 from jaxserve.runner.weights import ModelDefinition, Weights
-from jaxserve.sampling import blocks
-from jaxserve.sampling.logprobs import Logprobs, logprobs, whole_logprobs
 from jaxserve.sampling.processing import process
-from jaxserve.sampling.sampler import SamplingRows, sample
 from jaxserve.speculative import verification
 from jaxserve.speculative.acceptance import NO_TOKEN
 from jaxserve.speculative.ngram import NgramProposer
@@ -63,6 +63,7 @@ class StepDefinition:
     mesh: jax.sharding.Mesh | None = None
     linear_kernel: LinearKernel | None = None
     native_norm: NativeNorm | None = None
+    verify: VerifyBackend = REFERENCE
     proposer: NgramProposer | None = None
     draft: ModelDefinition | None = None
 
@@ -223,7 +224,7 @@ def _sample(step: StepDefinition, slots: Slots, logits, row_slots, position) -> 
     rows = _sampling_rows(slots, row_slots)
     padding = row_slots >= slots.num_slots
     rows = rows._replace(wants_logprobs=jnp.where(padding, -1, rows.wants_logprobs))
-    tokens, alive = _draw(slots, logits, rows, row_slots, position)
+    tokens, alive = _draw(step, slots, logits, rows, row_slots, position)
     chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs)
     return tokens, chosen, alive
 
@@ -234,10 +235,10 @@ def _sampling_rows(slots: Slots, row_slots: Int32[Array, " rows"]) -> SamplingRo
     return rows._replace(temperature=jnp.where(row_slots >= slots.num_slots, 0.0, rows.temperature))
 
 
-def _draw(slots: Slots, logits, rows: SamplingRows, row_slots, position) -> tuple[Array, Array]:
+def _draw(step: StepDefinition, slots: Slots, logits, rows: SamplingRows, row_slots, position) -> tuple[Array, Array]:
     """The token that the target takes at these positions, and whether there was one to take."""
     processed = process(logits, slots.processing, row_slots, slots.history, position)
-    return sample(processed.logits, rows, position), processed.alive
+    return step.verify.sample(processed.logits, rows, position), processed.alive
 
 
 def score(
@@ -330,7 +331,7 @@ def propose_by_model(
         hidden = step.draft.norm.build(weights.draft.norm)(hidden, step.norm(where.count))
         logits = logits_of(weights.draft.head, hidden, step.linear(where.count))
         position = where.position + 1
-        tokens, _ = _draw(now, logits, _sampling_rows(now, token_slot), token_slot, position)
+        tokens, _ = _draw(step, now, logits, _sampling_rows(now, token_slot), token_slot, position)
         return draft_kv, history.at[token_slot, position].set(tokens, mode="drop")
 
     with jax.named_scope("draft_model"):

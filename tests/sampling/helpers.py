@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.sampling.sampler import SamplingRows, sample
+from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows, sample
 from jaxserve.sampling_params import SamplingParams, seed_words
 
 VOCAB = 200

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sampling import blocks
+from jaxserve.kernels_pallas.verify_draft import blocks
 
 top_logits = jax.jit(blocks.top_logits, static_argnums=1)
 largest = jax.jit(blocks.largest)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sampling import filters
+from jaxserve.kernels_pallas.verify_draft import filters
 from jaxserve.sampling_params import SamplingParams
 from tests.sampling.helpers import exact_distribution, rows_of
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jaxserve.sampling.logprobs import logprobs
+from jaxserve.kernels_pallas.verify_draft.logprobs import logprobs
 
 compute = jax.jit(logprobs, static_argnums=2)
 

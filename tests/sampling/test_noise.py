@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxserve.sampling import noise
+from jaxserve.kernels_pallas.verify_draft import noise
 
 # Each statistical test fails by chance with this probability per comparison; seeds are fixed.
 ALPHA = 1e-4

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
-from jaxserve.sampling import blocks, filters
+from jaxserve.kernels_pallas.verify_draft import blocks, filters
 
 
 class Logprobs(NamedTuple):

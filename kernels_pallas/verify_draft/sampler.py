@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from jaxserve.sampling import blocks, filters
-from jaxserve.sampling.noise import negative_gumbel, row_keys
+from jaxserve.kernels_pallas.verify_draft import blocks, filters
+from jaxserve.kernels_pallas.verify_draft.noise import negative_gumbel, row_keys
 from jaxserve.sampling_params import COLDEST
 
 

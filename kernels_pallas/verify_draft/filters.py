@@ -87,9 +87,8 @@ def below(left: Mass, right: Mass) -> Bool[Array, "..."]:
 def share(total: Mass, top_p: Float32[Array, "*n"], limb: int) -> Mass:
     """top_p of the total, at least 1 unit."""
     units = to_float(total, limb) * top_p * jnp.float32(2.0**limb)
-    high = jnp.floor(units)
-    low = ((units - high) * jnp.float32(2.0**limb)).astype(jnp.uint32)
-    high = high.astype(jnp.uint32)
+    high = units.astype(jnp.uint32)
+    low = ((units - high.astype(jnp.float32)) * jnp.float32(2.0**limb)).astype(jnp.uint32)
     return Mass(high, jnp.where(high == 0, jnp.maximum(low, jnp.uint32(1)), low))
 
 

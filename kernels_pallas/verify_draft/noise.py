@@ -27,10 +27,16 @@ def threefry_2x32(
     return x, y
 
 
-def row_keys(seeds: UInt32[Array, "rows 2"], positions: Int32[Array, " rows"]) -> UInt32[Array, "rows 2"]:
-    """Two random words for each (seed, position)."""
+# What a (seed, position) is drawn for; each has random words of its own.
+SAMPLING, ACCEPTANCE, RESIDUAL = 0, 1, 2
+
+
+def row_keys(
+    seeds: UInt32[Array, "rows 2"], positions: Int32[Array, " rows"], purpose: int = SAMPLING
+) -> UInt32[Array, "rows 2"]:
+    """Two random words for each (seed, position) and purpose."""
     counter = positions.astype(jnp.uint32)
-    words = threefry_2x32((seeds[:, 0], seeds[:, 1]), (counter, jnp.zeros_like(counter)))
+    words = threefry_2x32((seeds[:, 0], seeds[:, 1]), (counter, jnp.full_like(counter, purpose)))
     return jnp.stack(words, axis=1)
 
 

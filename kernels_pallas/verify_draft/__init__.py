@@ -1,0 +1,48 @@
+"""Sampling and the verification of drafts: one contract.
+
+    tokens = backend.sample(logits, rows, positions)                                            one token a row
+    verified = backend.verify_draft(logits, draft_tokens, num_drafts, rows, positions, rule=, ...)     several
+
+`sample` is `verify_draft` without drafts, so a step that speculates gives the tokens of steps that do not.
+`reference` is the definition (with the sampler in `sampler.py`) and runs everywhere; `mosaic` is for Hopper.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.kernels_pallas.capability import why_no_hopper
+from jaxserve.kernels_pallas.verify_draft import reference, sampler
+
+
+class VerifyBackend(NamedTuple):
+    """One implementation of the contract."""
+
+    name: str
+    sample: Callable
+    verify_draft: Callable
+
+
+REFERENCE = VerifyBackend("reference", sampler.sample, reference.verify_draft)
+BACKENDS = ("auto", "reference", "mosaic")
+
+
+def choose_verify(
+    backend: str = "auto", *, device: jax.Device | None = None, mesh: jax.sharding.Mesh | None = None
+) -> VerifyBackend:
+    """The implementation behind a name of `BACKENDS`; `auto` is `mosaic` where it runs.
+
+    ValueError if `mosaic` is asked for where it cannot run.
+    """
+    if backend == "reference":
+        return REFERENCE
+    on_mesh = None if mesh is None else "it runs on one device, not on a mesh"
+    reason = on_mesh or why_no_hopper(device or jax.local_devices()[0])
+    if reason is None:
+        from jaxserve.kernels_pallas.verify_draft import mosaic  # a second of imports
+
+        return VerifyBackend("mosaic", mosaic.sample, mosaic.verify_draft)
+    if backend == "mosaic":
+        raise ValueError(f"verify_backend='mosaic': verify_backend must be one that works here: {reason}")
+    return REFERENCE

@@ -1,0 +1,211 @@
+"""The Hopper kernel, interpreted with race detection: the reference's tokens, bit for bit, and the bytes it reads."""
+
+import functools
+import inspect
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from jaxserve.kernels_pallas import hopper, verify_draft
+from jaxserve.kernels_pallas.verify_draft import choose_verify, mosaic, noise, passes, reference
+from jaxserve.kernels_pallas.verify_draft.passes import Config
+from jaxserve.sampling_params import SamplingParams
+from tests.interpreter import watched_races
+from tests.kernels.verify_tools import KINDS, make_case, params_of
+from tests.sampling.helpers import by_candidates, exact_distribution, rows_of
+
+SMALL = Config(tile=256, lanes=128, stages=2)  # many tiles, so that buffers are refilled
+
+verify = jax.jit(reference.verify_draft, static_argnames="rule")
+
+
+def interpreted(function, config: Config, **static):
+    return jax.jit(functools.partial(function, config=config, interpret=hopper.interpreted(), **static))
+
+
+def same_as_reference(case, rule: str, drafter: str, config: Config = SMALL) -> None:
+    draft_logits = None
+    if drafter == "sampled":
+        shape = (*case.draft_tokens.shape, case.logits.shape[-1])
+        draft_logits = case.logits[:, :-1] + np.random.default_rng(3).normal(size=shape).astype(np.float32)
+    with watched_races() as races:
+        found = interpreted(mosaic.verify_draft, config, rule=rule)(*case.arguments, draft_logits=draft_logits)
+        jax.block_until_ready(found)
+    assert not races.found()
+    expected = verify(*case.arguments, rule=rule, draft_logits=draft_logits)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_every_kind_of_row_gets_the_samplers_token():
+    case = make_case(len(KINDS), 1, 1300)  # the last tile overlaps
+    with watched_races() as races:
+        tokens = np.asarray(interpreted(mosaic.sample, SMALL)(case.logits[:, 0], case.rows, case.positions))
+    assert not races.found()
+    np.testing.assert_array_equal(tokens, case.samples[:, 0])
+
+
+def test_agreement():
+    same_as_reference(make_case(5, 2, 777), "agreement", "certain")
+
+
+@pytest.mark.parametrize("drafter", ["certain", "sampled"])
+def test_rejection(drafter):
+    same_as_reference(make_case(5, 2, 600), "rejection", drafter)
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "count": st.integers(1, 4),
+        "width": st.integers(1, 4),
+        "vocab": st.sampled_from([5, 128, 129, 512, 1001, 2050]),
+        "spread": st.sampled_from([0.0, 0.3, 3.0, 20.0]),
+        "seed": st.integers(0, 2**20),
+    }
+)
+drafters = st.sampled_from(["certain", "sampled"])
+configs = st.sampled_from([SMALL, Config(tile=128, lanes=128, stages=3, ways=2), Config(tile=512, lanes=256, stages=2)])
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    shape=shapes, config=configs, rule=st.sampled_from(reference.RULES), drafter=st.sampled_from(["certain", "sampled"])
+)
+def test_any_shape(shape, config, rule, drafter):
+    same_as_reference(make_case(**shape), rule, drafter, config)
+
+
+@settings(max_examples=2, deadline=None, derandomize=True)
+@given(shape=shapes, config=configs)
+def test_a_few_shapes(shape, config):
+    same_as_reference(make_case(**shape), "agreement", "certain", config)
+
+
+def test_rows_that_are_not_finite_end_and_disturb_no_other():
+    case = make_case(len(KINDS), 1, 1300)
+    logits = case.logits[:, 0].copy()
+    junk = np.array([np.nan, np.inf, -np.inf, np.nan], np.float32)
+    logits[::2, ::3] = junk[:, None]
+    logits[4] = -np.inf
+    tokens = np.asarray(interpreted(mosaic.sample, SMALL)(logits, case.rows, case.positions))
+    np.testing.assert_array_equal(tokens[1::2], case.samples[1::2, 0])
+    assert ((tokens >= 0) & (tokens < 1300)).all()
+
+
+def expected_reads(logits: np.ndarray, params: SamplingParams, position: int) -> int:
+    """Passes over a row as `mosaic.py` states them, without those that find the k-th distance."""
+    if params.temperature == 0:
+        return 1
+    rows = rows_of([params])
+    distances = (logits.max() - logits) / np.float32(params.temperature)
+    keys = noise.row_keys(rows.seed, jnp.array([position], jnp.int32))
+    race = distances + np.asarray(noise.negative_gumbel(keys, jnp.arange(len(logits), dtype=jnp.int32)[None]))[0]
+    reads = 2
+    if params.top_k > 0 or params.top_p < 1:
+        kept = exact_distribution(logits, params) > 0
+        left = exact_distribution(logits, SamplingParams(temperature=params.temperature, min_p=params.min_p)) > 0
+        if params.top_k > 0 and params.top_p < 1:  # the k-th distance is known before the race
+            left = distances <= np.sort(distances)[params.top_k - 1]
+        while True:
+            winner = np.where(left, race, np.inf).argmin()
+            if distances[winner] == 0:
+                break
+            reads += 1
+            if kept[winner]:
+                break
+            left = distances < distances[winner]
+    return reads
+
+
+def test_bytes_read_are_as_stated(monkeypatch):
+    copies = []
+    copy = gpu_callbacks.copy_gmem_to_smem
+    monkeypatch.setattr(gpu_callbacks, "copy_gmem_to_smem", lambda **given: (copies.append(1), copy(**given))[1])
+    vocab = 1024
+    rng = np.random.default_rng(4)
+    sample = interpreted(mosaic.sample, SMALL)
+    for params in params_of(len(KINDS)):
+        for spread in (0.1, 2.0):
+            logits = (rng.normal(size=(1, vocab)) * spread).astype(np.float32)
+            copies.clear()
+            arguments = logits, rows_of([params]), np.array([7], np.int32)
+            np.testing.assert_array_equal(sample(*arguments), by_candidates(*arguments))
+            reads = len(copies) * SMALL.tile / vocab
+            least = expected_reads(logits[0], params, 7)
+            narrows = params.temperature > 0 and 0 < params.top_k < vocab and params.top_p < 1
+            assert least + narrows <= reads <= least + narrows * SMALL.narrowing_passes
+
+
+def test_log1p_is_accurate():
+    bits = np.random.default_rng(0).integers(0, 2**32, 200_000, np.uint32)
+    bits = np.concatenate([bits, 2 ** np.arange(32, dtype=np.uint32), np.uint32([2**32 - 1])])  # the ends, too
+    uniform = noise.uniform(jnp.asarray(bits))
+    exact = np.log1p(-np.asarray(uniform, np.float64))
+    found = np.asarray(jax.jit(passes.log1p)(-uniform), np.float64)
+    assert np.abs(found / exact - 1).max() < 4 * 2.0**-24
+
+
+def test_the_compiled_arithmetic_gives_the_same_tokens_but_for_ties():
+    """The GPU's log1p changes the noise in its last bits: of thousands of races none should come out otherwise."""
+    uniform = noise.uniform(jnp.asarray(np.random.default_rng(1).integers(0, 2**32, (500, 4096), np.uint32)))
+    distances = np.random.default_rng(2).exponential(size=(500, 4096)).astype(np.float32)
+    winners = [
+        np.asarray(jax.jit(lambda u, f=f: jnp.argmin(distances + jnp.log(-f(-u)), axis=1))(uniform))
+        for f in (jnp.log1p, passes.log1p)
+    ]
+    np.testing.assert_array_equal(*winners)
+
+
+REFILL = "            pl.when(index + stages < tiles)(lambda: load(index + stages, slot))\n"
+READ = "            carry = lax.fori_loop(jnp.int32(0), jnp.int32(tile // lanes), part, carry)\n"
+COMMIT = "            plgpu.commit_smem()\n"
+MUTANTS = {
+    "no wait": (
+        "            for source in sources:\n                plgpu.barrier_wait(source.ready.at[slot])\n",
+        "",
+    ),
+    "wait for another buffer": ("barrier_wait(source.ready.at[slot])", "barrier_wait(source.ready.at[0])"),
+    "no commit before a buffer is refilled": (COMMIT, ""),
+    "refilled before it is read": (READ + COMMIT + REFILL, REFILL + READ + COMMIT),
+    "counts twice what two tiles share": ("ids >= index * tile", "ids >= 0"),
+    "another tile": ("source.start + first(index)", "source.start + first(index ^ 1)"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bugs_are_caught(monkeypatch, name):
+    old, new = MUTANTS[name]
+    source = inspect.getsource(passes)
+    assert source.count(old) == 1
+    mutant = types.ModuleType("mutant")
+    monkeypatch.setitem(sys.modules, "mutant", mutant)  # dataclasses look there
+    exec(compile(source.replace(old, new), "mutant.py", "exec"), mutant.__dict__)
+    monkeypatch.setattr(passes.Passes, "sweep", mutant.Passes.sweep)
+    kinds, shared = [{"top_k": 8, "top_p": 0.99}, {"top_k": 6}, {"top_k": 4}], slice(1044, 1280)
+    case = make_case(6, 1, 1300, spread=0.1, kinds=kinds, raised=shared)
+    try:
+        with watched_races() as races:
+            tokens = np.asarray(interpreted(mosaic.sample, SMALL)(case.logits[:, 0], case.rows, case.positions))
+        caught = races.found() or bool((tokens != case.samples[:, 0]).any())
+    except jax.errors.JaxRuntimeError as error:  # from the interpreter, of a barrier
+        caught = "arrier" in str(error)
+    assert caught
+
+
+def test_choosing_a_backend(monkeypatch):
+    assert choose_verify().name == "reference"
+    assert choose_verify("reference").verify_draft is reference.verify_draft
+    with pytest.raises(ValueError, match=r"verify_backend='mosaic'.*compute capability 9.0"):
+        choose_verify("mosaic")
+    monkeypatch.setattr(verify_draft, "why_no_hopper", lambda device: None)
+    assert choose_verify().name == choose_verify("mosaic").name == "mosaic"
+    assert choose_verify("reference").name == "reference"
+    mesh = jax.make_mesh((1,), ("model",))
+    assert choose_verify(mesh=mesh).name == "reference"
