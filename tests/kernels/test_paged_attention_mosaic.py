@@ -173,7 +173,7 @@ MORE_SHAPES = [
     Shape(
         64, page_size=64, head_dim=128, group=7, kv_heads=1, config=replace(SMALL, decode_stages=3, prefill_stages=3)
     ),
-    Shape(16, page_size=8, head_dim=64, group=2, config=replace(SMALL, prefill_workers=3)),
+    Shape(16, page_size=8, head_dim=64, group=2, config=replace(SMALL, prefill_workers=1)),
     Shape(16, page_size=256, head_dim=64, group=2, window=1),
     Shape(8, page_size=32, head_dim=256, kv_heads=1, config=replace(SMALL, folds_in_decode=False)),
 ]

@@ -1,7 +1,8 @@
 """The combine kernel: folds the results of a sequence's splits, from left to right, as the other kernels do.
 
-Work      (query row, kv head) of items that were split. Rows whose context turns out to lie in one split (it is
-          shorter than the host thought, or the window is) were finished by the decode kernel and are passed over.
+Work      (query row, kv head, up to 128 columns) of items that were split. Rows whose context turns out to lie in one
+          split (it is shorter than the host thought, or the window is) were finished by the decode kernel and are
+          passed over.
 Bytes     splits * heads * (head_dim + 32) * 4 read for a row, heads * head_dim * itemsize written.
 FLOP      4 * splits * heads * head_dim for a row: nothing beside the bytes.
 Floor     on an H200 for Llama-3-8B (32 heads of 128): 4.3 ns for a split of a row, so 34 ns a layer for 4,096 keys
@@ -22,6 +23,8 @@ from jaxserve.kernels_pallas.paged_attention.mosaic import online_softmax
 from jaxserve.kernels_pallas.paged_attention.mosaic.blocks import Span
 from jaxserve.kernels_pallas.paged_attention.mosaic.config import STATS, TileConfig
 from jaxserve.kernels_pallas.paged_attention.mosaic.decode import Partials, state_of
+
+COLUMNS = 128  # of a row that are folded together; more find no registers
 
 
 class SplitRows(NamedTuple):
@@ -48,23 +51,28 @@ def combine_splits(
     """Write attention of the rows to `out`, a Ref [tokens * kv_heads, group, head_dim]."""
     _, group, head_dim = partials.acc.shape
     dtype, interpret = out.dtype, config.interpret
+    columns = min(head_dim, COLUMNS)
+    parts = head_dim // columns
     split_blocks = config.split_blocks
 
     def kernel(acc_g, stats_g, count_g, rows_g, out_g, acc_s, stats_s, out_s, ready):
         def combine_row(index):
+            index, part = lax.div(index, jnp.int32(parts)), lax.rem(index, jnp.int32(parts))
             row = SplitRows(*(rows_g[lax.div(index, jnp.int32(kv_heads)), i] for i in range(len(SplitRows._fields))))
             head = lax.rem(index, jnp.int32(kv_heads))
             begin, end = Span(row.length - row.count, row.length - 1, window).blocks()
             first = lax.div(begin, jnp.int32(split_blocks))
             last = lax.div(end - 1, jnp.int32(split_blocks)) + 1
-            pl.when(last - first > 1)(lambda: fold_row(row, head, first, last))
+            pl.when(last - first > 1)(lambda: fold_row(row, head, part, first, last))
 
-        def fold_row(row, head, first, last):
+        def fold_row(row, head, part, first, last):
+            mine = pl.ds(part * columns, columns)
+
             def load(split, slot):
                 source = (row.place + split * row.count + row.token) * kv_heads + head
-                mine = pl.ds(0, group)
-                plgpu.copy_gmem_to_smem(acc_g.at[source], acc_s.at[slot, mine], ready.at[slot])
-                plgpu.copy_gmem_to_smem(stats_g.at[source], stats_s.at[slot, mine], ready.at[slot])
+                rows = pl.ds(0, group)
+                plgpu.copy_gmem_to_smem(acc_g.at[source, rows, mine], acc_s.at[slot, rows], ready.at[slot])
+                plgpu.copy_gmem_to_smem(stats_g.at[source], stats_s.at[slot, rows], ready.at[slot])
 
             def take(split, carry):
                 total, slot = carry
@@ -77,13 +85,14 @@ def combine_splits(
 
             for i in range(stages):
                 pl.when(first + i < last)(lambda i=i: load(first + i, jnp.int32(i)))
-            total, _ = lax.fori_loop(first, last, take, (online_softmax.empty(head_dim), jnp.int32(0)))
+            total, _ = lax.fori_loop(first, last, take, (online_softmax.empty(columns), jnp.int32(0)))
             out_s[...] = online_softmax.normalised(total).astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, group)], out_g.at[row.row * kv_heads + head])
+            rows = pl.ds(0, group)
+            plgpu.copy_smem_to_gmem(out_s.at[rows], out_g.at[row.row * kv_heads + head, rows, mine])
             plgpu.wait_smem_to_gmem(0)
 
-        hopper.work_loop(count_g[0] * kv_heads, config.decode_programs, combine_row)
+        hopper.work_loop(count_g[0] * (kv_heads * parts), config.decode_programs, combine_row)
 
     kernel.__name__ = "combine_splits"
     plgpu.kernel(
@@ -91,9 +100,9 @@ def combine_splits(
         grid=(config.decode_programs,),
         grid_names=("program",),
         scratch_types={
-            "acc_s": plgpu.SMEM((stages, ROWS, head_dim), jnp.float32),
+            "acc_s": plgpu.SMEM((stages, ROWS, columns), jnp.float32),
             "stats_s": plgpu.SMEM((stages, ROWS, STATS), jnp.float32),
-            "out_s": plgpu.SMEM((ROWS, head_dim), dtype),
+            "out_s": plgpu.SMEM((ROWS, columns), dtype),
             "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),

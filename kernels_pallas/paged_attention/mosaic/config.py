@@ -19,7 +19,8 @@ class TileConfig:
             of splits are twice as many bytes; with twice as many, a sequence alone keeps too few programs busy.
         decode_stages, prefill_stages: KV blocks on their way in or in use.
         decode_programs, prefill_programs: programs of a grid, as many as the GPU holds at once; each takes its share.
-        prefill_workers: warpgroups of 64 query rows in a prefill program; one more copies.
+        prefill_workers: warpgroups of 64 query rows in a prefill program; one more copies. Three would find too few
+            registers to fold.
         folds_in_decode: a decode item may cover several splits; needs registers for two accumulators.
         max_partial_rows: query rows × splits whose results one step may keep; what is beyond is not split.
         small_bucket: steps of at most so many tokens leave everything to the decode kernel, and save a launch.
@@ -41,8 +42,8 @@ class TileConfig:
         for name in ("decode_stages", "prefill_stages"):
             if not 2 <= getattr(self, name) <= 8:
                 raise ValueError(f"{name}={getattr(self, name)}: {name} must be 2 to 8")
-        if not 1 <= self.prefill_workers <= 3:
-            raise ValueError(f"prefill_workers={self.prefill_workers}: prefill_workers must be 1 to 3")
+        if not 1 <= self.prefill_workers <= 2:
+            raise ValueError(f"prefill_workers={self.prefill_workers}: prefill_workers must be 1 or 2")
 
     @property
     def split(self) -> int:
@@ -87,6 +88,8 @@ def prefill_smem(stages: int, workers: int, head_dim: int, itemsize: int = 2) ->
 
 
 def fits(config: TileConfig, head_dim: int, itemsize: int = 2) -> bool:
-    """Whether both kernels' shared memory fits a program."""
-    decode = decode_smem(config.decode_stages, head_dim, itemsize)
-    return max(decode, prefill_smem(config.prefill_stages, config.prefill_workers, head_dim, itemsize)) <= MAX_SMEM
+    """Whether the shared memory of the kernels that are used fits a program."""
+    smem = decode_smem(config.decode_stages, head_dim, itemsize)
+    if config.folds_in_decode:  # else everything is left to the decode kernel
+        smem = max(smem, prefill_smem(config.prefill_stages, config.prefill_workers, head_dim, itemsize))
+    return smem <= MAX_SMEM
