@@ -41,7 +41,6 @@ def requests(*lengths: int, max_tokens: int) -> list:
 
 def check_against_xla(monkeypatch, asked: list, **options) -> None:
     with mosaic_engine(monkeypatch, deterministic=False, **options) as engine:
-        assert (engine.runner.step.attention.name, engine.scheduler.page_size) == ("mosaic", 64)
         results = run(engine, asked)
     options = {**OPTIONS, **options, "deterministic": False, "attention_backend": "xla"}
     with tiny_engine(decoder=tiny_decoder(**MODEL), **options) as engine:
@@ -55,6 +54,14 @@ def check_against_xla(monkeypatch, asked: list, **options) -> None:
             }
 
 
+def test_pages_hold_64_tokens_unless_asked_otherwise(monkeypatch):
+    for options, page_size in (({}, 64), ({"page_size": 16}, 16)):
+        with mosaic_engine(monkeypatch, deterministic=False, **options) as engine:
+            assert engine.runner.step.attention.name == "mosaic"
+            assert engine.scheduler.page_size == engine.runner.kv[0].pages.shape[3] == page_size
+
+
+@pytest.mark.slow
 def test_the_first_token_is_that_of_xla(monkeypatch):
     """One step: a prompt in tiles, the rest of it and another prompt as items, one of them split."""
     check_against_xla(monkeypatch, requests(70, 2, max_tokens=1), max_num_batched_tokens=72)
