@@ -43,7 +43,7 @@ class ServerConfig:
     run_in: str = "thread"
     chat_template: str | None = None
     trust_request_chat_template: bool = False
-    max_request_bytes: int = 8 * 2**20
+    max_request_bytes: int = 4 * 2**20
     max_prompts_per_request: int = 256
     max_queued_requests: int = 1024
     request_timeout: float | None = 1800.0

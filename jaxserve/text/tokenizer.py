@@ -18,6 +18,7 @@ from jaxserve.text.decoding import TokenDecoding
 from jaxserve.validation import lone_surrogate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json with merges.txt")
+_LONG = 2000  # characters or tokens: work on more is done by the functions that let other threads run meanwhile
 _TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
 
 
@@ -71,12 +72,16 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
         """The token ids of `text`; `field` is what an error message calls the text."""
         check_unicode(text, field)
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`, bytes that are no UTF-8 as U+FFFD, spaces as they are (never "cleaned up")."""
         self.check_ids(ids)
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < _LONG:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes, maybe of half a character, that a token adds within a text (special ones too)."""

@@ -252,6 +252,21 @@ def test_many_leave_at_random_and_the_others_get_their_answers():
         server.idle()
 
 
+def test_a_long_text_holds_nobody_up(server):
+    """Tokenisers work for seconds on megabytes; meanwhile other requests are answered."""
+    text = "some words " * 40_000
+    with ThreadPoolExecutor(1) as pool:
+        tokenised = pool.submit(lambda: server.post("/tokenize", {"prompt": text}))
+        longest = 0.0
+        while not tokenised.done():
+            begun = time.monotonic()
+            assert server.client.get("/health").status_code == 200
+            longest = max(longest, time.monotonic() - begun)
+            time.sleep(0.01)
+    assert tokenised.result().json()["count"] == len(text)
+    assert longest < 2  # parsing it holds everybody up for a moment
+
+
 # ---- the engine's end -----------------------------------------------------------------------------------
 
 

@@ -1,7 +1,10 @@
 """`jaxserve serve` as a process: its start, its ends and its log."""
 
+import dataclasses
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +18,11 @@ import pytest
 from checkpoint_tools import SHAPES, write_tiny_checkpoint
 from cli_tools import refused
 from server_tools import ServerProcess, events, metrics
+
+from jaxserve import EngineConfig, SamplingParams
+from jaxserve.cli import main
+from jaxserve.server.config import ServerConfig
+from jaxserve.server.protocol import WITHOUT_EFFECT
 
 COMPLETIONS = "/v1/completions"
 SHORT = {"prompt": "Hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -165,3 +173,27 @@ def test_a_port_that_is_taken(options):
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
     assert f"port={port}: cannot listen at 127.0.0.1" in result.stderr
+
+
+GUIDE = Path(__file__).parent.parent.parent / "docs" / "SERVER.md"
+
+
+def test_the_commands_of_the_guide_parse(monkeypatch):
+    """They are stopped where they would start or load something."""
+    monkeypatch.setattr("jaxserve.server.run.serve", lambda service: 0)
+    monkeypatch.setattr("jaxserve.cli.bench_serve.run", lambda options: 0)
+    monkeypatch.setattr("jaxserve.cli.bench_soak.run", lambda options: 0)
+    monkeypatch.setattr("jaxserve.server.logs.configure", lambda log_format: None)
+    commands = re.findall(r"^\.venv/bin/jaxserve (.*)$", GUIDE.read_text(), re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        arguments = shlex.split(command)
+        assert main(arguments) == 0, command
+
+
+def test_the_guide_names_options_and_fields_that_exist():
+    known = {f.name for cls in (ServerConfig, EngineConfig, SamplingParams) for f in dataclasses.fields(cls)}
+    flags = {flag.replace("-", "_") for flag in re.findall(r"`--([a-z-]+)", GUIDE.read_text())}
+    assert flags - known <= {"config", "output_html"}
+    section = GUIDE.read_text().partition("Accepted without effect:")[2].partition("Null is")[0]
+    assert set(re.findall(r"`([a-z_]+)`", section)) == set(WITHOUT_EFFECT)
