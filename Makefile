@@ -11,11 +11,14 @@ BIN := $(VENV)/bin
 demo: $(VENV)/installed
 	$(BIN)/jaxserve generate --config configs/demo.yaml
 
+# Two processes, a file's tests in one of them: most of the time goes into compiling small programs on one core.
+PYTEST := -m pytest -n 2 --dist loadfile
+
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python $(PYTEST) -m slow
 
 # What can be known of the GPU kernels without a GPU: the programs compiled for an H200, in an environment of its own.
 GPU_VENV := .venv-gpu-compile

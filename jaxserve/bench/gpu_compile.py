@@ -31,6 +31,7 @@ from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.kernels_pallas.matmul import MosaicLinear
 from jaxserve.kernels_pallas.paged_attention import mosaic_backend
 from jaxserve.kernels_pallas.paged_attention.mosaic import mosaic_attention
+from jaxserve.kernels_pallas.verify_draft import mosaic_backend as mosaic_verify
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import slots
@@ -40,12 +41,14 @@ from jaxserve.runner.step import SCORE_ROWS, StepDefinition
 from jaxserve.runner.weights import flatten
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets
+from jaxserve.speculative.ngram import NgramProposer
 
 TARGET = Path(__file__).resolve().parents[2] / "configs" / "targets" / "h200.txtpb"
 MIB = 2**20
 DTYPE = jnp.dtype("bfloat16")
 PAGE_SIZE, MAX_LEN = 64, 8192
 BUCKETS = Buckets.make(max_num_batched_tokens=2048, max_num_seqs=256)
+DRAFTS = 7
 POOL_BYTES = 16 * 2**30  # of the whole model
 
 
@@ -58,9 +61,10 @@ class Case:
     program: str
     bucket: int
     deterministic: bool = False
+    speculates: bool = False
 
     def __str__(self) -> str:
-        mode = ", deterministic" if self.deterministic else ""
+        mode = (", deterministic" if self.deterministic else "") + (", speculating" if self.speculates else "")
         return f"{self.model}, {self.layers} layers, {self.program}[{self.bucket}]{mode}"
 
 
@@ -121,8 +125,9 @@ def unavailable() -> str | None:
 
 
 @cache
-def describe(model: str, layers: int, deterministic: bool) -> Programs:
-    """The programs of an engine on Hopper; `deterministic` takes our product instead of XLA's."""
+def describe(model: str, layers: int, deterministic: bool, speculates: bool) -> Programs:
+    """The programs of an engine on Hopper; `deterministic` takes our product instead of XLA's, `speculates` has drafts
+    from a request's own text."""
     config = ModelConfig.from_hf(MODELS[model] | {"num_hidden_layers": layers})
     definitions = []
 
@@ -137,7 +142,15 @@ def describe(model: str, layers: int, deterministic: bool) -> Programs:
         mosaic_attention(head_dim=config.head_dim, group=config.q_per_group, max_model_len=MAX_LEN)
     )
     linear = MosaicLinear() if deterministic else None
-    step = StepDefinition(definitions[0], attention, BUCKETS.tokens[-1], MAX_LOGPROBS, None, linear, None)
+    step = StepDefinition(
+        model=definitions[0],
+        attention=attention,
+        max_tokens=BUCKETS.tokens[-1],
+        max_logprobs=MAX_LOGPROBS,
+        linear_kernel=linear,
+        verify=mosaic_verify(),
+        proposer=NgramProposer(2, 4, DRAFTS) if speculates else None,
+    )
     max_pages = -(-MAX_LEN // PAGE_SIZE)
     slots_like = jax.eval_shape(partial(slots.allocate, BUCKETS.rows[-1], MAX_LEN, max_pages, config.vocab_size))
     num_pages = POOL_BYTES // MODELS[model]["num_hidden_layers"] // (layout.bytes_per_page // layers)
@@ -146,7 +159,7 @@ def describe(model: str, layers: int, deterministic: bool) -> Programs:
 
 def program_of(case: Case) -> Program:
     """The program of a case."""
-    programs = describe(case.model, case.layers, case.deterministic)
+    programs = describe(case.model, case.layers, case.deterministic, case.speculates)
     found = [program for program in programs.all() if program.key == (case.program, case.bucket)]
     return found[0]
 
@@ -163,7 +176,7 @@ def inspect(case: Case, target: Target) -> Compiled:
         thunks, commands = _thunks(Path(folder))
     memory = compiled.memory_analysis()
     donated = [leaf for index in program.donate for leaf in jax.tree.leaves(program.arguments[index])]
-    layer = describe(case.model, case.layers, case.deterministic).kv[0].pages
+    layer = describe(case.model, case.layers, case.deterministic, case.speculates).kv[0].pages
     return Compiled(
         case,
         seconds,
@@ -246,6 +259,8 @@ def cases(*, everything: bool) -> list[Case]:
         found += [Case(model, 2, *key) for key in keys() if key[0] != "head" or key[1] == 64]
         found += [Case(model, 2, "body", tokens, True) for tokens in (8, 128, BUCKETS.tokens[-1])]
         found += [Case(model, 2, "greedy_head", 64, True), Case(model, layers, "body", 64)]
+        step = [("propose_ngram", DRAFTS), ("body", 64), ("greedy_head", 64), ("head", 64)]
+        found += [Case(model, 2, *key, speculates=True) for key in step]
     return found
 
 

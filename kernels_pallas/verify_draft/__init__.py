@@ -28,6 +28,13 @@ REFERENCE = VerifyBackend("reference", sampler.sample, reference.verify_draft)
 BACKENDS = ("auto", "reference", "mosaic")
 
 
+def mosaic_backend() -> VerifyBackend:
+    """The kernels, wherever they are compiled for."""
+    from jaxserve.kernels_pallas.verify_draft import mosaic  # a second of imports
+
+    return VerifyBackend("mosaic", mosaic.sample, mosaic.verify_draft)
+
+
 def choose_verify(
     backend: str = "auto", *, device: jax.Device | None = None, mesh: jax.sharding.Mesh | None = None
 ) -> VerifyBackend:
@@ -40,9 +47,7 @@ def choose_verify(
     on_mesh = None if mesh is None else "it runs on one device, not on a mesh"
     reason = on_mesh or why_no_hopper(device or jax.local_devices()[0])
     if reason is None:
-        from jaxserve.kernels_pallas.verify_draft import mosaic  # a second of imports
-
-        return VerifyBackend("mosaic", mosaic.sample, mosaic.verify_draft)
+        return mosaic_backend()
     if backend == "mosaic":
         raise ValueError(f"verify_backend='mosaic': verify_backend must be one that works here: {reason}")
     return REFERENCE
