@@ -78,9 +78,10 @@ def pack_body(
 ) -> np.ndarray:
     """The packed body inputs [body_inputs_size(tokens, work)] of a step with at most `tokens` query rows."""
     packed = np.zeros(body_inputs_size(tokens, work), np.int32)
-    slot, offset, draft, page_slot, page_index, page = packed[: 6 * tokens].reshape(6, tokens)
+    columns = packed[: 6 * tokens].reshape(6, tokens)
+    slot, offset, draft = columns[:3]
     slot.fill(num_slots)
-    page_slot.fill(num_slots)
+    _fill_new_pages(columns[3:], new_pages, num_slots)
     slots, starts, certain, _, drafts = runs
     counts = certain + drafts
     ends = counts.cumsum(dtype=np.int32)
@@ -90,9 +91,6 @@ def pack_body(
     offset[:used] = np.arange(used, dtype=np.int32) - firsts.repeat(counts)
     if used > len(counts):
         draft[:used] = np.maximum(offset[:used] - (certain - 1).repeat(counts), 0)
-    if new_pages:
-        count = len(new_pages)
-        page_slot[:count], page_index[:count], page[:count] = zip(*new_pages, strict=True)
     packed[6 * tokens :] = work.pack(firsts, starts, counts, tokens)
     return packed
 
@@ -125,13 +123,47 @@ def pack_head(runs: Runs, rows: int, num_slots: int) -> np.ndarray:
     return packed
 
 
-def pack_drafts(runs: Runs, rows: int, num_slots: int) -> np.ndarray:
-    """[2, rows]: slot and number of drafts of each run that wants some, most first; padding is (num_slots, 0)."""
-    packed = np.zeros((2, rows), np.int32)
-    packed[0].fill(num_slots)
+class DraftInputs(NamedTuple):
+    """Slots and the numbers of drafts that they want, most first; the step's table updates, which come before.
+
+    Padding: slot = num_slots.
+    """
+
+    slots: Int[Array, " rows"]
+    wanted: Int[Array, " rows"]
+    new_page_slot: Int[Array, " tokens"]
+    new_page_index: Int[Array, " tokens"]
+    new_page: Int[Array, " tokens"]
+
+
+def draft_inputs_size(rows: int, tokens: int) -> int:
+    return 2 * rows + 3 * tokens
+
+
+def pack_drafts(
+    runs: Runs, new_pages: Sequence[tuple[int, int, int]], rows: int, tokens: int, num_slots: int
+) -> np.ndarray:
+    """The packed inputs [draft_inputs_size(rows, tokens)] of a draft model; `tokens` is the largest token bucket."""
+    packed = np.zeros(draft_inputs_size(rows, tokens), np.int32)
+    slots, wanted = packed[: 2 * rows].reshape(2, rows)
+    slots.fill(num_slots)
     order = (-runs.drafts).argsort(kind="stable")[: int((runs.drafts > 0).sum())]
-    packed[:, : len(order)] = runs.slots[order], runs.drafts[order]
+    slots[: len(order)], wanted[: len(order)] = runs.slots[order], runs.drafts[order]
+    _fill_new_pages(packed[2 * rows :].reshape(3, tokens), new_pages, num_slots)
     return packed
+
+
+def unpack_drafts(packed: Int[Array, " size"], rows: int, tokens: int) -> DraftInputs:
+    """What `pack_drafts` packed, as arrays inside a jit."""
+    pages = packed[2 * rows :].reshape(3, tokens)
+    return DraftInputs(packed[:rows], packed[rows : 2 * rows], *pages)
+
+
+def _fill_new_pages(columns: np.ndarray, new_pages: Sequence[tuple[int, int, int]], num_slots: int) -> None:
+    """Table updates as columns [3, tokens]: slot, index in its table, page."""
+    columns[0].fill(num_slots)
+    if new_pages:
+        columns[:, : len(new_pages)] = np.array(new_pages, np.int32).T
 
 
 def pack_score(scores: Sequence[ScoreRow], rows: int) -> np.ndarray:

@@ -61,9 +61,10 @@ class Programs:
         return Program("propose_ngram", proposer.count, function, (self.slots, wanted), donate=(0,))
 
     def propose_by_model(self, rows: int) -> Program:
-        packed = jax.ShapeDtypeStruct((2, rows), jnp.int32)
+        packed = jax.ShapeDtypeStruct((inputs.draft_inputs_size(rows, self.step.max_tokens),), jnp.int32)
         arguments = self.weights, self.kv, self.slots, packed
-        return Program("propose_by_model", rows, partial(step.propose_by_model, self.step), arguments, donate=(1, 2))
+        function = partial(step.propose_by_model, self.step, rows=rows)
+        return Program("propose_by_model", rows, function, arguments, donate=(1, 2))
 
     def score(self) -> Program:
         packed = jax.ShapeDtypeStruct((3, step.SCORE_ROWS), jnp.int32)

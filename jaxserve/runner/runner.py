@@ -173,7 +173,7 @@ class Runner:
         programs = [self._bodies[tokens], *([self._heads[rows, greedy]] if sampled_rows else [])]
         body, *head = self.compiler.get_all(programs)
         if runs.drafts.any():
-            self._propose(runs)
+            self._propose(runs, new_pages)
         packed = inputs.pack_body(runs, new_pages, tokens, self.num_slots, self.step.attention.work)
         self.kv, self.slots, hidden, finite = body(self.weights, self.kv, self.slots, packed)
         sampled = None
@@ -187,7 +187,7 @@ class Runner:
         self._dispatched[:] = [handle]
         return handle
 
-    def _propose(self, runs: Runs) -> None:
+    def _propose(self, runs: Runs, new_pages: Sequence[tuple[int, int, int]]) -> None:
         """Give the runs that want some their draft tokens."""
         if self.step.draft is None:
             wanted = np.zeros(self.num_slots, np.int32)
@@ -195,7 +195,7 @@ class Runner:
             self.slots = self.compiler.get(self.described.propose_ngram())(self.slots, wanted)
             return
         rows = self.buckets.row_bucket(int((runs.drafts > 0).sum()))
-        packed = inputs.pack_drafts(runs, rows, self.num_slots)
+        packed = inputs.pack_drafts(runs, new_pages, rows, self.step.max_tokens, self.num_slots)
         self.kv, self.slots = self.compiler.get(self.described.propose_by_model(rows))(
             self.weights, self.kv, self.slots, packed
         )

@@ -36,7 +36,7 @@ from jaxserve.kernels_pallas.verify_draft import REFERENCE, VerifyBackend, block
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs, whole_logprobs
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.models import decoder, rope
-from jaxserve.runner.inputs import BodyInputs, unpack_body
+from jaxserve.runner.inputs import BodyInputs, DraftInputs, unpack_body, unpack_drafts
 from jaxserve.runner.slots import Slots
 from jaxserve.runner.weights import ModelDefinition, Weights
 from jaxserve.sampling.processing import process
@@ -268,7 +268,7 @@ def logits_of(
     return linear(hidden, head, out_dtype=jnp.float32)
 
 
-def _new_pages(slots: Slots, inputs: BodyInputs) -> Slots:
+def _new_pages(slots: Slots, inputs: BodyInputs | DraftInputs) -> Slots:
     place = slots.page_table.at[0, inputs.new_page_slot, inputs.new_page_index]
     return slots._replace(page_table=place.set(inputs.new_page, mode="drop"))
 
@@ -306,13 +306,15 @@ def propose_ngram(slots: Slots, wanted: Int32[Array, " slots"], *, proposer: Ngr
 
 
 def propose_by_model(
-    step: StepDefinition, weights: Weights, kv: KVCache, slots: Slots, packed: Int32[Array, "2 rows"]
+    step: StepDefinition, weights: Weights, kv: KVCache, slots: Slots, packed: Int32[Array, " size"], *, rows: int
 ) -> tuple[KVCache, Slots]:
-    """`packed` is (slot, number of draft tokens wanted), most wanted first. The draft model decodes them one by one.
+    """Draft tokens for at most `rows` slots. The draft model decodes them one by one.
 
     It samples as the target does, with the same parameters and the same noise, so that the two agree more often.
     """
-    row_slots, wanted = packed
+    inputs = unpack_drafts(packed, rows, step.max_tokens)
+    slots = _new_pages(slots, inputs)
+    row_slots, wanted = inputs.slots, inputs.wanted
     own = len(step.model.layers)
     num_pages, _, _, page_size, _ = kv[0].pages.shape
     offset = jnp.zeros_like(row_slots)

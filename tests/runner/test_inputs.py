@@ -17,9 +17,11 @@ from jaxserve.runner.inputs import (
     body_inputs_size,
     pack_body,
     pack_copies,
+    pack_drafts,
     pack_head,
     pack_score,
     unpack_body,
+    unpack_drafts,
 )
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams, seed_words
@@ -75,6 +77,13 @@ def test_a_body_s_inputs_say_which_row_is_which(plan):
     ]
     head = pack_head(Runs.of(runs), MAX_HEAD_ROWS, NUM_SLOTS)
     assert head.T.tolist() == sampled + [[0, NUM_SLOTS, 0]] * (MAX_HEAD_ROWS - len(sampled))
+
+    drafts = unpack_drafts(jnp.asarray(pack_drafts(Runs.of(runs), new_pages, 16, tokens, NUM_SLOTS)), 16, tokens)
+    wanted = sorted(((run.drafts, run.slot) for run in runs if run.drafts), key=lambda pair: -pair[0])
+    assert drafts.wanted.tolist() == [count for count, _ in wanted] + [0] * (16 - len(wanted))
+    assert sorted(zip(drafts.wanted.tolist(), drafts.slots.tolist(), strict=True))[16 - len(wanted) :] == sorted(wanted)
+    for name in ("new_page_slot", "new_page_index", "new_page"):
+        np.testing.assert_array_equal(getattr(drafts, name), getattr(inputs, name))
 
     updates = zip(inputs.new_page_slot, inputs.new_page_index, inputs.new_page, strict=True)
     updates = [tuple(map(int, update)) for update in updates]
