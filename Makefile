@@ -1,5 +1,5 @@
 # `make demo` and `make test` do all the set-up on a fresh machine: Python 3.12 or newer, with or without uv.
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint clean gpu-compile test-gpu-compile gpu-check
 
 # The first that starts and is new enough (a version manager's shims may exist without a Python behind them).
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 12))
@@ -17,6 +17,20 @@ test: $(VENV)/installed
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow
 
+# What can be known of the GPU kernels without a GPU: the programs compiled for an H200, in an environment of its own.
+GPU_VENV := .venv-gpu-compile
+
+gpu-compile: $(GPU_VENV)/installed
+	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m jaxserve.bench.gpu_compile
+
+test-gpu-compile: $(GPU_VENV)/installed
+	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest -m gpu_compile tests/test_gpu_compile.py
+
+# On a machine with a Hopper GPU, Python, JAX, Flax, NumPy and jaxtyping; needs no network.
+gpu-check:
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PYTHON) -m jaxserve.bench.gpu_check --json gpu-check.json
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -30,5 +44,10 @@ $(VENV)/installed: pyproject.toml .python-version
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 
+$(GPU_VENV)/installed: $(VENV)/installed
+	$(BIN)/python -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --editable '.[test,gpu-compile]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) build *.egg-info

@@ -9,7 +9,7 @@ from jaxserve.validation import check_names, is_integer, is_number, nearest_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "reference", "xla", "native", "mosaic")
-LINEAR_BACKENDS = ("auto", "xla", "native")
+LINEAR_BACKENDS = ("auto", "xla", "native", "mosaic")
 SCHEDULING_POLICIES = ("fcfs", "priority", "static")
 COMPILE_MODES = ("lazy", "warmup")
 GENERATION_CONFIGS = ("auto", "none")
@@ -48,7 +48,7 @@ class EngineConfig:
         attention_backend: which implementation of paged attention; `auto` is `mosaic` (Pallas kernels) on GPUs of
             compute capability 9.0, `native` (C++, built at first use) on CPUs with a compiler, `xla` elsewhere.
         linear_backend: which implementation of a layer's products; `auto` is `native` likewise, but for bfloat16
-            on CPUs that multiply it themselves.
+            on CPUs that multiply it themselves, and `mosaic` on Hopper GPUs where `deterministic` is True.
         deterministic: results do not depend on what else is in the batch. `auto` is True where that is proven
             for this backend, dtype and JAX version and confirmed by a test at start.
         generation_config: `auto` takes the parameters of requests that bring none from the model's

@@ -19,7 +19,7 @@ from jaxserve.checkpoint.hugging_face import dtype_of, read_config, read_generat
 from jaxserve.checkpoint.loading import load_decoder, model_folder
 from jaxserve.config import EngineConfig
 from jaxserve.input_processor import InputProcessor
-from jaxserve.kernels_pallas.cpu.linear import NativeLinear, choose_linear
+from jaxserve.kernels_pallas.matmul import LinearKernel, choose_linear
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend, choose_attention
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
@@ -71,7 +71,7 @@ class Prepared(NamedTuple):
     memory_plan: MemoryPlan
     max_model_len: int
     attention: AttentionBackend
-    native_linear: NativeLinear | None
+    linear_kernel: LinearKernel | None
     deterministic: bool
     not_proven: str | None
     buckets: Buckets
@@ -135,8 +135,14 @@ def prepare(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer 
             f"max_num_batched_tokens={config.max_num_batched_tokens}: without enable_chunked_prefill it must be at "
             f"least max_model_len={max_len}, so that every prompt fits one step"
         )
-    linear = choose_linear(config.linear_backend, model.dtype, config.mesh)
-    decided = _buckets(config, jax.default_backend(), model.dtype, native_linear=linear is not None)
+    linear = choose_linear(
+        config.linear_backend,
+        model.dtype,
+        config.mesh,
+        products=model.config.products,
+        deterministic=config.deterministic is True,
+    )
+    decided = _buckets(config, jax.default_backend(), model.dtype, linear_kernel=linear is not None)
     return Prepared(model, layout, plan, max_len, attention, linear, *decided)
 
 
@@ -152,7 +158,7 @@ def start(config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | 
         max_len=max_len,
         buckets=buckets,
         attention=attention,
-        native_linear=linear,
+        linear_kernel=linear,
         mesh=config.mesh,
         cache_dir=config.compilation_cache(),
     )
@@ -261,13 +267,13 @@ def _fit_length(config: EngineConfig, wanted: int, plan: MemoryPlan) -> int:
 
 
 def _buckets(
-    config: EngineConfig, backend: str, dtype: jnp.dtype, *, native_linear: bool
+    config: EngineConfig, backend: str, dtype: jnp.dtype, *, linear_kernel: bool
 ) -> tuple[bool, str | None, Buckets]:
     """Whether to be deterministic, why not if that was wanted, and the shapes that go with it."""
     make = lambda smallest: Buckets.make(config.max_num_batched_tokens, config.max_num_seqs, smallest)
     if config.deterministic is False:
         return False, None, make(ROW_MULTIPLE)
-    buckets = make(determinism.smallest_bucket(backend, dtype, native_linear=native_linear))
+    buckets = make(determinism.smallest_bucket(backend, dtype, linear_kernel=linear_kernel))
     reason = determinism.unproven(backend, dtype, buckets.tokens[-1])
     if reason is None:
         return True, None, buckets

@@ -50,6 +50,18 @@ class ModelConfig:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of every matrix that hidden states are multiplied by."""
+        heads = self.num_heads * self.head_dim
+        return {
+            "qkv": (self.hidden_size, heads + 2 * self.num_kv_heads * self.head_dim),
+            "out": (heads, self.hidden_size),
+            "gate_up": (self.hidden_size, 2 * self.intermediate_size),
+            "down": (self.intermediate_size, self.hidden_size),
+            "head": (self.hidden_size, self.vocab_size),
+        }
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, max_model_len: int | None = None) -> "ModelConfig":
         """Reads the content of a `config.json`; `max_model_len` matters to rope type `dynamic` only.

@@ -209,7 +209,7 @@ def test_through_xla_alone_in_company_and_after_preemptions(long_answers):
     """Without the native functions, as on a machine without a compiler."""
     xla = {"attention_backend": "xla", "linear_backend": "xla"}
     with tiny_engine("bfloat16", enable_prefix_caching=False, **xla) as engine:
-        assert engine.runner.step.native_linear is None
+        assert engine.runner.step.linear_kernel is None
         assert engine.runner.step.attention.name == "xla"
         expected = run_alone(engine, long_answers)
         assert_same(run(engine, long_answers), expected)

@@ -88,7 +88,7 @@ class Parts:
 
     def _body(self) -> object:
         runner = self.engine.runner
-        body = runner.compiler.get(runner._body_program(len(self.hidden)))
+        body = runner.compiler.get(runner.described.body(len(self.hidden)))
         back = runner.slots._replace(num_computed=jnp.full(runner.num_slots, self.context - 1, jnp.int32))
         jax.block_until_ready(back)
         runner.kv, runner.slots, hidden, _ = body(runner.weights, runner.kv, back, self.packed)
@@ -97,7 +97,7 @@ class Parts:
     def head(self, *, greedy: bool) -> object:
         runner = self.engine.runner
         rows = runner.buckets.row_bucket(self.batch)
-        head = runner.compiler.get(runner._head_program(rows, greedy))
+        head = runner.compiler.get(runner.described.head(rows, greedy))
         packed = inputs.pack_head(self.runs, rows, runner.num_slots)
         runner.slots, sampled = head(runner.weights, runner.slots, self.head_hidden, packed)
         return sampled

@@ -40,11 +40,15 @@ class Program:
 
 
 class Compiler:
-    """Executables by (program name, bucket). Thread-safe; counts what it compiled and what it loaded."""
+    """Executables by (program name, bucket). Thread-safe; counts what it compiled and what it loaded.
+
+    `options` are XLA's, by name, for what is compiled from now on.
+    """
 
     def __init__(self, cache_dir: Path | None, devices: Sequence[jax.Device]):
         self.cache_dir = cache_dir
         self.devices = tuple(devices)
+        self.options: dict[str, int | bool | str] = {}
         self.num_compiled = 0
         self.num_loaded = 0
         self.num_after_warmup = 0
@@ -121,7 +125,7 @@ class Compiler:
                 executable = None if path is None else _load(path, self.devices)
                 loaded = executable is not None
                 if executable is None:
-                    executable = lowered.compile()
+                    executable = lowered.compile(compiler_options=self.options or None)
                     if path is not None:
                         _store(path, executable)
             with self._lock:
@@ -138,16 +142,16 @@ class Compiler:
 
     def _lower(self, program: Program) -> tuple[jax.stages.Lowered, Path | None]:
         lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
-        return lowered, None if self.cache_dir is None else self.cache_dir / _key(lowered, self.devices)
+        return lowered, None if self.cache_dir is None else self.cache_dir / _key(lowered, self.devices, self.options)
 
 
-def _key(lowered: jax.stages.Lowered, devices: tuple[jax.Device, ...]) -> str:
+def _key(lowered: jax.stages.Lowered, devices: tuple[jax.Device, ...], options: dict) -> str:
     digest = hashlib.sha256(lowered.as_text().encode())
     # The text shows neither arguments that the program does not use nor the trees around them.
     digest.update(f"{lowered.args_info} {lowered.out_tree}".encode())
     digest.update(_machine().encode())
     digest.update(repr([device.id for device in devices]).encode())
-    digest.update(os.environ.get("XLA_FLAGS", "").encode())
+    digest.update(f"{os.environ.get('XLA_FLAGS', '')} {sorted(options.items())}".encode())
     return digest.hexdigest()
 
 

@@ -21,14 +21,14 @@ from jaxserve.runner.weights import Weights
 
 # (backend, dtype) -> fewest rows at which XLA's products keep their bits; JAX versions and largest bucket measured.
 SMALLEST_BUCKET = {("cpu", "bfloat16"): 8, ("cpu", "float32"): 64, ("cpu", "float16"): 64}
-NATIVE_SMALLEST_BUCKET = 8  # native products keep them for any number; what is left to XLA was measured from 8 on
+KERNEL_SMALLEST_BUCKET = 8  # our own products keep them for any number; what is left to XLA was measured from 8 on
 PROVEN_JAX = ("0.11.2", "0.12.0")
 PROVEN_ROWS = 512
 
 
-def smallest_bucket(backend: str, dtype: jnp.dtype, *, native_linear: bool = False) -> int:
+def smallest_bucket(backend: str, dtype: jnp.dtype, *, linear_kernel: bool = False) -> int:
     """Fewest rows of a step in deterministic mode."""
-    return NATIVE_SMALLEST_BUCKET if native_linear else SMALLEST_BUCKET.get((backend, jnp.dtype(dtype).name), 64)
+    return KERNEL_SMALLEST_BUCKET if linear_kernel else SMALLEST_BUCKET.get((backend, jnp.dtype(dtype).name), 64)
 
 
 def unproven(backend: str, dtype: jnp.dtype, largest_bucket: int) -> str | None:

@@ -2,31 +2,29 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.kernels_pallas.cpu.linear import NativeLinear, choose_norm
+from jaxserve.kernels_pallas.matmul import LinearKernel
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Compiler, Program
 from jaxserve.runner.inputs import Runs, ScoreRow
+from jaxserve.runner.programs import COPIES, Programs, head_name
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import Weights, flatten
 from jaxserve.sampling.logprobs import Logprobs
-from jaxserve.sampling.tables import LogitsTables, packed_tables_size
+from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets
-
-_COPIES = 8  # page copies in one call; more take several calls
 
 
 class StepResult(NamedTuple):
@@ -73,7 +71,7 @@ class Runner:
         max_len: int,
         buckets: Buckets,
         attention: AttentionBackend,
-        native_linear: NativeLinear | None = None,
+        linear_kernel: LinearKernel | None = None,
         mesh: jax.sharding.Mesh | None = None,
         cache_dir: Path | None = None,
     ):
@@ -83,8 +81,8 @@ class Runner:
         self.max_len = max_len
         self.max_pages = -(-max_len // layout.page_size)
         self.buckets = buckets
-        norm = choose_norm(native=native_linear is not None or attention.name == "native")
-        self.step = StepDefinition(definition, attention, buckets.tokens[-1], MAX_LOGPROBS, mesh, native_linear, norm)
+        norm = choose_norm(native=isinstance(linear_kernel, NativeLinear) or attention.name == "native")
+        self.step = StepDefinition(definition, attention, buckets.tokens[-1], MAX_LOGPROBS, mesh, linear_kernel, norm)
         devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
         self.compiler = Compiler(cache_dir, devices)
         self.slots = slots.allocate(num_slots, max_len, self.max_pages, model.config.vocab_size)
@@ -102,12 +100,13 @@ class Runner:
             )
         # Programs are described by shapes: the arrays themselves are donated while another thread may be tracing.
         like = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if mesh else None)
-        self._weights_like, self._slots_like = jax.tree.map(like, (self.weights, self.slots))
-        self._kv_like = kv_cache.abstract(layout, num_pages, mesh)
+        weights_like, slots_like = jax.tree.map(like, (self.weights, self.slots))
+        kv_like = kv_cache.abstract(layout, num_pages, mesh)
+        self.described = Programs(self.step, weights_like, kv_like, slots_like, buckets)
         # Made once: describing a program costs as much as packing a step.
-        self._bodies = {tokens: self._body_program(tokens) for tokens in buckets.tokens}
+        self._bodies = {tokens: self.described.body(tokens) for tokens in buckets.tokens}
         self._heads = {
-            (rows, greedy): self._head_program(rows, greedy) for rows in buckets.rows for greedy in (False, True)
+            (rows, greedy): self.described.head(rows, greedy) for rows in buckets.rows for greedy in (False, True)
         }
         # Nearly every workload has a prompt that fills a step; loading that program takes seconds.
         self.compiler.prefetch(self._bodies[buckets.tokens[-1]])
@@ -117,23 +116,23 @@ class Runner:
 
     def admit(self, packed: np.ndarray) -> None:
         """Fill a slot with what `slots.pack_admission` packed."""
-        self.slots = self.compiler.get(self._admit_program())(self.slots, packed)
+        self.slots = self.compiler.get(self.described.admit())(self.slots, packed)
 
     def set_tables(self, slot: int, tables: LogitsTables) -> None:
         """Give a slot its masks, biases and bad words."""
         packed = tables.pack(slot, self.step.model.config.vocab_size)
-        self.slots = self.compiler.get(self._tables_program())(self.slots, packed)
+        self.slots = self.compiler.get(self.described.set_tables())(self.slots, packed)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (from, to); a call reads all its sources before it writes."""
-        for first in range(0, len(copies), _COPIES):
-            sources, targets = inputs.pack_copies(copies[first : first + _COPIES], _COPIES, self.num_pages)
-            self.kv = self.compiler.get(self._copy_program())(self.kv, sources, targets)
+        for first in range(0, len(copies), COPIES):
+            sources, targets = inputs.pack_copies(copies[first : first + COPIES], COPIES, self.num_pages)
+            self.kv = self.compiler.get(self.described.copy_pages())(self.kv, sources, targets)
 
     def is_compiled(self, num_tokens: int, num_rows: int, greedy: bool) -> bool:
         """Whether a step of this size runs at once."""
         body = "body", self.buckets.token_bucket(num_tokens)
-        head = (_head_name(greedy), self.buckets.row_bucket(num_rows)) if num_rows else body
+        head = (head_name(greedy), self.buckets.row_bucket(num_rows)) if num_rows else body
         return {body, head} <= self.compiler.executables().keys()
 
     def run(
@@ -171,7 +170,7 @@ class Runner:
         size, parts = step.SCORE_ROWS, []
         for first in range(0, len(scores), size):
             packed = inputs.pack_score(scores[first : first + size], size)
-            parts.append(self.compiler.get(self._score_program())(self.weights, hidden, packed))
+            parts.append(self.compiler.get(self.described.score())(self.weights, hidden, packed))
         return parts
 
     def _score_all(self, hidden: jax.Array, rows: Sequence[int]) -> list[jax.Array]:
@@ -180,7 +179,7 @@ class Runner:
             packed = np.zeros(size, np.int32)
             some = rows[first : first + size]
             packed[: len(some)] = some
-            parts.append(self.compiler.get(self._score_all_program())(self.weights, hidden, packed))
+            parts.append(self.compiler.get(self.described.score_all())(self.weights, hidden, packed))
         return parts
 
     def replace_weights(self, replace: Callable[[list[Weights]], Weights]) -> None:
@@ -203,59 +202,11 @@ class Runner:
 
     def programs(self) -> list[Program]:
         """Every program that the engine can ever run, the largest first."""
-        bodies, heads = reversed(self._bodies.values()), reversed(self._heads.values())
-        small = [self._admit_program(), self._tables_program(), self._copy_program()]
-        return [*bodies, *heads, self._score_program(), self._score_all_program(), *small]
+        return self.described.all()
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
         """Compile every program; nothing compiles afterwards."""
         self.compiler.warm_up(self.programs(), progress)
-
-    def _body_program(self, tokens: int) -> Program:
-        size = inputs.body_inputs_size(tokens, self.step.attention.work)
-        packed = jax.ShapeDtypeStruct((size,), jnp.int32)
-        function = partial(step.body, self.step, tokens=tokens)
-        return Program(
-            "body", tokens, function, (self._weights_like, self._kv_like, self._slots_like, packed), donate=(1, 2)
-        )
-
-    def _head_program(self, rows: int, greedy: bool) -> Program:
-        packed = jax.ShapeDtypeStruct((2, rows), jnp.int32)
-        function = partial(step.head, self.step, greedy=greedy)
-        arguments = self._weights_like, self._slots_like, self._hidden_like(), packed
-        return Program(_head_name(greedy), rows, function, arguments, donate=(1,))
-
-    def _hidden_like(self) -> jax.ShapeDtypeStruct:
-        shape = self.step.max_tokens, self.step.model.config.hidden_size
-        return jax.ShapeDtypeStruct(shape, self._weights_like.embed.dtype)
-
-    def _score_program(self) -> Program:
-        packed = jax.ShapeDtypeStruct((3, step.SCORE_ROWS), jnp.int32)
-        arguments = self._weights_like, self._hidden_like(), packed
-        return Program("score", step.SCORE_ROWS, partial(step.score, self.step), arguments, donate=())
-
-    def _score_all_program(self) -> Program:
-        rows = jax.ShapeDtypeStruct((step.SCORE_ROWS,), jnp.int32)
-        arguments = self._weights_like, self._hidden_like(), rows
-        return Program("score_all", step.SCORE_ROWS, partial(step.score_all, self.step), arguments, donate=())
-
-    def _tables_program(self) -> Program:
-        packed = jax.ShapeDtypeStruct((packed_tables_size(self.step.model.config.vocab_size),), jnp.int32)
-        return Program("set_tables", 1, slots.set_tables, (self._slots_like, packed), donate=(0,))
-
-    def _admit_program(self) -> Program:
-        size = slots.packed_admission_size(self.max_len, self.max_pages)
-        return Program(
-            "admit", 1, slots.admit, (self._slots_like, jax.ShapeDtypeStruct((size,), jnp.int32)), donate=(0,)
-        )
-
-    def _copy_program(self) -> Program:
-        pages = jax.ShapeDtypeStruct((_COPIES,), jnp.int32)
-        return Program("copy_pages", _COPIES, kv_cache.copy_pages, (self._kv_like, pages, pages), donate=(0,))
-
-
-def _head_name(greedy: bool) -> str:
-    return "greedy_head" if greedy else "head"
 
 
 def _wait_for(dispatched: list[StepHandle]) -> None:

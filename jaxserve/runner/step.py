@@ -29,7 +29,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
-from jaxserve.kernels_pallas.cpu.linear import NativeLinear, NativeNorm
+from jaxserve.kernels_pallas.cpu.linear import NativeNorm
+from jaxserve.kernels_pallas.matmul import LinearKernel
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.models import decoder, rope
 from jaxserve.runner.inputs import BodyInputs, unpack_body
@@ -52,12 +53,12 @@ class StepDefinition:
     max_tokens: int  # the largest token bucket
     max_logprobs: int
     mesh: jax.sharding.Mesh | None = None
-    native_linear: NativeLinear | None = None
+    linear_kernel: LinearKernel | None = None
     native_norm: NativeNorm | None = None
 
     def linear(self, count: Int[Array, ""]) -> Callable:
         """The product `linear(x, weight, out_dtype=None)` of a program whose first `count` rows are no padding."""
-        return decoder.linear if self.native_linear is None else partial(self.native_linear, count=count)
+        return decoder.linear if self.linear_kernel is None else partial(self.linear_kernel, count=count)
 
     def norm(self, count: Int[Array, ""]) -> Callable:
         """The norm `norm(x, scale, eps)` of such a program."""

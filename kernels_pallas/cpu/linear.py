@@ -1,4 +1,4 @@
-"""The product and the norm of a layer through the native library, and when they are worth it."""
+"""The product and the norm of a layer through the native library."""
 
 import math
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels_pallas.cpu.library import Native, Unavailable, cpu_description, load_native
+from jaxserve.kernels_pallas.cpu.library import Native, cpu_description, load_native
 
 # With these instructions XLA's own bfloat16 products are, from 8 rows on, faster than arithmetic in float32 can
 # be (177 GFLOP/s at 32 rows on two cores with AMX).
@@ -52,26 +52,6 @@ def choose_norm(*, native: bool) -> NativeNorm | None:
     return NativeNorm(library.rms_norm) if isinstance(library, Native) else None
 
 
-def choose_linear(backend: str, dtype: jnp.dtype, mesh: jax.sharding.Mesh | None = None) -> NativeLinear | None:
-    """The product behind a name of `config.LINEAR_BACKENDS`; None is XLA's own.
-
-    `auto` is native where the library builds, on one device, unless the CPU multiplies bfloat16 itself.
-    ValueError if `native` is asked for where it cannot be had.
-    """
-    if backend == "xla":
-        return None
-    if backend == "auto" and (mesh is not None or (dtype == jnp.bfloat16 and _multiplies_bfloat16())):
-        return None
-    native = load_native()
-    reason = "it runs on one device, not on a mesh" if mesh is not None else None
-    if isinstance(native, Unavailable):
-        reason = native.reason
-    if reason is None:
-        return NativeLinear(native.linear)
-    if backend == "native":
-        raise ValueError(f"linear_backend='native': linear_backend must be one that works here: {reason}")
-    return None
-
-
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it."""
     return bool(_BFLOAT16_INSTRUCTIONS & set(cpu_description().split()))

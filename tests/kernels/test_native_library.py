@@ -12,7 +12,8 @@ import pytest
 
 from jaxserve.kernels_pallas.cpu import library
 from jaxserve.kernels_pallas.cpu.library import Native, Unavailable, load_native
-from jaxserve.kernels_pallas.cpu.linear import choose_linear, choose_norm
+from jaxserve.kernels_pallas.cpu.linear import choose_norm
+from jaxserve.kernels_pallas.matmul import choose_linear
 from jaxserve.kernels_pallas.paged_attention import choose_attention
 
 has_compiler = pytest.mark.skipif(

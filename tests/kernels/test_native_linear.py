@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels_pallas.cpu.library import Unavailable, load_native
-from jaxserve.kernels_pallas.cpu.linear import choose_linear, choose_norm
+from jaxserve.kernels_pallas.cpu.linear import choose_norm
+from jaxserve.kernels_pallas.matmul import choose_linear
 from jaxserve.models.decoder import rms_norm
 
 pytestmark = pytest.mark.skipif(isinstance(load_native(), Unavailable), reason="no native library here")

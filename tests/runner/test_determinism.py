@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from engine_tools import tiny_decoder, tiny_engine
 
-from jaxserve.kernels_pallas.cpu.linear import choose_linear, choose_norm
+from jaxserve.kernels_pallas.cpu.linear import choose_norm
+from jaxserve.kernels_pallas.matmul import choose_linear
 from jaxserve.kernels_pallas.paged_attention import XLA, choose_attention
 from jaxserve.runner import determinism
 from jaxserve.runner.compilation import Compiler
@@ -18,10 +19,10 @@ from jaxserve.runner.weights import flatten
 SMALL = {"num_pages": 64, "max_num_batched_tokens": 8, "max_num_seqs": 8, "compilation_cache_dir": ""}
 
 
-def check(dtype: str, token_buckets, row_buckets, attention=XLA, native_linear=None) -> str | None:
+def check(dtype: str, token_buckets, row_buckets, attention=XLA, linear_kernel=None) -> str | None:
     definition, weights = flatten(tiny_decoder(dtype, hidden_size=256))  # short sums keep their bits in any case
     step = StepDefinition(
-        definition, attention, row_buckets[-1], 20, None, native_linear, choose_norm(native=native_linear is not None)
+        definition, attention, row_buckets[-1], 20, None, linear_kernel, choose_norm(native=linear_kernel is not None)
     )
     return row_invariance(step, weights, token_buckets, row_buckets, Compiler(None, jax.devices()[:1]))
 
@@ -35,7 +36,7 @@ def test_rows_keep_their_bits_in_the_proven_buckets(dtype, buckets):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_rows_keep_their_bits_from_8_on_with_native_products(dtype):
     linear = choose_linear("native", jnp.dtype(dtype))
-    assert smallest_bucket("cpu", jnp.dtype(dtype), native_linear=True) == 8
+    assert smallest_bucket("cpu", jnp.dtype(dtype), linear_kernel=True) == 8
     assert check(dtype, (8, 128), (8, 128), choose_attention("native"), linear) is None
 
 

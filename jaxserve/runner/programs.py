@@ -1,0 +1,80 @@
+"""Every program of an engine, described by shapes alone: what to compile, without an array."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.cache import kv_cache
+from jaxserve.cache.kv_cache import KVCache
+from jaxserve.runner import inputs, slots, step
+from jaxserve.runner.compilation import Program
+from jaxserve.runner.slots import Slots
+from jaxserve.runner.step import StepDefinition
+from jaxserve.runner.weights import Weights
+from jaxserve.sampling.tables import packed_tables_size
+from jaxserve.scheduler.buckets import Buckets
+
+COPIES = 8  # page copies in one call; more take several calls
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs over `weights`, `kv` and `slots`, trees of `jax.ShapeDtypeStruct`."""
+
+    step: StepDefinition
+    weights: Weights
+    kv: KVCache
+    slots: Slots
+    buckets: Buckets
+
+    def all(self) -> list[Program]:
+        """Every program that the engine can ever run, the largest first."""
+        bodies = [self.body(tokens) for tokens in reversed(self.buckets.tokens)]
+        heads = [self.head(rows, greedy) for rows in reversed(self.buckets.rows) for greedy in (True, False)]
+        return [*bodies, *heads, self.score(), self.score_all(), self.admit(), self.set_tables(), self.copy_pages()]
+
+    def body(self, tokens: int) -> Program:
+        size = inputs.body_inputs_size(tokens, self.step.attention.work)
+        packed = jax.ShapeDtypeStruct((size,), jnp.int32)
+        function = partial(step.body, self.step, tokens=tokens)
+        return Program("body", tokens, function, (self.weights, self.kv, self.slots, packed), donate=(1, 2))
+
+    def head(self, rows: int, greedy: bool) -> Program:
+        packed = jax.ShapeDtypeStruct((2, rows), jnp.int32)
+        function = partial(step.head, self.step, greedy=greedy)
+        arguments = self.weights, self.slots, self._hidden(), packed
+        return Program(head_name(greedy), rows, function, arguments, donate=(1,))
+
+    def score(self) -> Program:
+        packed = jax.ShapeDtypeStruct((3, step.SCORE_ROWS), jnp.int32)
+        arguments = self.weights, self._hidden(), packed
+        return Program("score", step.SCORE_ROWS, partial(step.score, self.step), arguments, donate=())
+
+    def score_all(self) -> Program:
+        rows = jax.ShapeDtypeStruct((step.SCORE_ROWS,), jnp.int32)
+        arguments = self.weights, self._hidden(), rows
+        return Program("score_all", step.SCORE_ROWS, partial(step.score_all, self.step), arguments, donate=())
+
+    def set_tables(self) -> Program:
+        packed = jax.ShapeDtypeStruct((packed_tables_size(self.step.model.config.vocab_size),), jnp.int32)
+        return Program("set_tables", 1, slots.set_tables, (self.slots, packed), donate=(0,))
+
+    def admit(self) -> Program:
+        size = slots.packed_admission_size(self.slots.history.shape[1], self.slots.page_table.shape[2])
+        packed = jax.ShapeDtypeStruct((size,), jnp.int32)
+        return Program("admit", 1, slots.admit, (self.slots, packed), donate=(0,))
+
+    def copy_pages(self) -> Program:
+        pages = jax.ShapeDtypeStruct((COPIES,), jnp.int32)
+        return Program("copy_pages", COPIES, kv_cache.copy_pages, (self.kv, pages, pages), donate=(0,))
+
+    def _hidden(self) -> jax.ShapeDtypeStruct:
+        shape = self.step.max_tokens, self.step.model.config.hidden_size
+        return jax.ShapeDtypeStruct(shape, self.weights.embed.dtype)
+
+
+def head_name(greedy: bool) -> str:
+    """The name of the head program."""
+    return "greedy_head" if greedy else "head"
