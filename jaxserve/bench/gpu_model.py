@@ -1,0 +1,113 @@
+"""Sections of `gpu_check` about whole steps of a Llama-3-8B-shaped model with random weights."""
+
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.bench.gpu_kernels import interpretation
+from jaxserve.bench.gpu_sizes import Sizes
+from jaxserve.bench.report import Report
+from jaxserve.cache.kv_cache import KVLayout
+from jaxserve.kernels_pallas.matmul import MosaicLinear
+from jaxserve.kernels_pallas.paged_attention import XLA
+from jaxserve.kernels_pallas.roofline import HBM_BYTES_PER_S
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.runner import determinism
+from jaxserve.runner.inputs import Runs
+from jaxserve.runner.runner import Runner
+from jaxserve.runner.slots import pack_admission
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.buckets import Buckets
+
+_NO_COMMAND_BUFFERS = {"xla_gpu_graph_min_graph_size": 10**6}
+
+
+def runner_of(sizes: Sizes, layers: int, *, deterministic: bool = False) -> Runner:
+    """A runner over random weights with room for the largest of `sizes.batches`."""
+    config = ModelConfig.from_hf(sizes.model | {"num_hidden_layers": layers})
+    pages = [batch * -(-(context + 64) // sizes.page_size) for batch, context in sizes.batches]
+    most = max(batch for batch, _ in sizes.batches)
+    return Runner(
+        Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16),
+        layout=KVLayout(layers, config.num_kv_heads, config.head_dim, sizes.page_size, jnp.dtype("bfloat16")),
+        num_pages=max(pages),
+        num_slots=most,
+        max_len=sizes.max_len,
+        buckets=Buckets.make(most, most),
+        attention=XLA,
+        linear_kernel=MosaicLinear(interpretation(sizes)) if deterministic else None,
+    )
+
+
+def step_bits(report: Report, sizes: Sizes) -> None:
+    """The engine's own test at start: a row of a layer and of the head in the smallest and the largest bucket."""
+    runner = runner_of(sizes, 1, deterministic=True)
+    ends = [(found[0], found[-1]) for found in (runner.buckets.tokens, runner.buckets.rows)]
+    differs = determinism.row_invariance(runner.step, runner.weights, *ends, runner.compiler)
+    report.add("a row in the smallest and the largest bucket", differs or "same bits", ok=differs is None)
+    runner.close()
+
+
+def decode_steps(report: Report, sizes: Sizes) -> None:
+    """Body and greedy head against the bytes of weights and cache; the host's share of it."""
+    for layers in sizes.layers:
+        runner = runner_of(sizes, layers)
+        for batch, context in sizes.batches:
+            if report.left_s <= 0:
+                report.add(f"{layers} layers, batch {batch}", "out of time", ok=False)
+                continue
+            _decode(report, sizes, runner, layers, batch, context)
+        runner.close()
+
+
+def _decode(report: Report, sizes: Sizes, runner: Runner, layers: int, batch: int, context: int) -> None:
+    each = -(-(context + 64) // sizes.page_size)
+    for slot in range(batch):
+        pages = list(range(slot * each, (slot + 1) * each))
+        params = SamplingParams(temperature=0)
+        packed = pack_admission(
+            slot, [7] * context, pages, context - 1, 0, params, 1, context, None, runner.max_len, runner.max_pages
+        )
+        runner.admit(packed)
+    floor = step_bytes(runner, batch, context) / HBM_BYTES_PER_S
+    name = f"{layers} layers, batch {batch}, context {context}"
+    for graphs in (True, False):
+        runner.compiler.clear()
+        runner.compiler.options = {} if graphs or sizes.interpret else _NO_COMMAND_BUFFERS
+        took, host = _time_steps(runner, batch, context, sizes.repeats)
+        what = "command buffers" if graphs else "no command buffers"
+        report.add(f"{name}, {what}", took * 1e3, "ms", share=floor / took)
+        if graphs:
+            report.add(f"{name}, host", host * 1e6, "us")
+
+
+def step_bytes(runner: Runner, batch: int, context: int) -> int:
+    """What a decode step must read: every weight but the embedding's unused rows, and the keys and values."""
+    weights = runner.weights
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves((weights.layers, weights.norm, weights.head)))
+    config, pages = runner.step.model.config, runner.kv[0].pages
+    per_token = 2 * config.num_kv_heads * config.head_dim * pages.dtype.itemsize * config.num_layers
+    return read + batch * context * per_token
+
+
+def _time_steps(runner: Runner, batch: int, context: int, repeats: int) -> tuple[float, float]:
+    """Seconds of a step among others in flight, and those that the host spent on it."""
+    runs = Runs.of((slot, context - 1, 1, True) for slot in range(batch))
+    step = partial(runner.run, runs, [], greedy=True)
+    step().result()
+    host, started = [], time.perf_counter()
+    for _ in range(repeats):
+        began = time.perf_counter()
+        handle = step()
+        host.append(time.perf_counter() - began)
+    handle.result()
+    return (time.perf_counter() - started) / repeats, float(np.median(host))
+
+
+CORRECTNESS = {"step bits": step_bits}
+SPEED = {"decode steps": decode_steps}
