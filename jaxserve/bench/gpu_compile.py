@@ -14,10 +14,9 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 
@@ -29,19 +28,40 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 from jaxserve.bench.models import MODELS
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout
-from jaxserve.kernels_pallas.paged_attention import XLA
+from jaxserve.kernels_pallas.matmul import MosaicLinear
+from jaxserve.kernels_pallas.paged_attention import mosaic_backend
+from jaxserve.kernels_pallas.paged_attention.mosaic import mosaic_attention
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import slots
 from jaxserve.runner.compilation import Program
-from jaxserve.runner.programs import Programs
-from jaxserve.runner.step import StepDefinition
+from jaxserve.runner.programs import COPIES, Programs
+from jaxserve.runner.step import SCORE_ROWS, StepDefinition
 from jaxserve.runner.weights import flatten
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets
 
 TARGET = Path(__file__).resolve().parents[2] / "configs" / "targets" / "h200.txtpb"
 MIB = 2**20
+DTYPE = jnp.dtype("bfloat16")
+PAGE_SIZE, MAX_LEN = 64, 8192
+BUCKETS = Buckets.make(max_num_batched_tokens=2048, max_num_seqs=256)
+POOL_BYTES = 16 * 2**30  # of the whole model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of an engine for a model of `MODELS` cut to some of its layers, in one bucket."""
+
+    model: str
+    layers: int
+    program: str
+    bucket: int
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        mode = ", deterministic" if self.deterministic else ""
+        return f"{self.model}, {self.layers} layers, {self.program}[{self.bucket}]{mode}"
 
 
 @dataclass(frozen=True)
@@ -55,12 +75,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program; sizes in bytes. `commands` are the kinds in its command buffers."""
+    """What the compiler says of a program; sizes in bytes.
 
-    model: str
-    layers: int
-    program: str
-    bucket: int
+    `thunks` are the kinds at the top level, `commands` those inside command buffers with their number. `kernels` are
+    the ones of ours that no program before it in this process had.
+    """
+
+    case: Case
     seconds: float
     donated: int
     aliased: int
@@ -68,11 +89,11 @@ class Compiled:
     pool_copies: list[str]
     thunks: list[str]
     commands: dict[str, int]
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: list[Kernel]
 
 
 class Target:
-    """A device that is not here: `shape` puts a description on it, `lower` and `compile` work for it."""
+    """A device that is not here."""
 
     def __init__(self, path: Path = TARGET):
         topology = topologies.get_topology_desc(
@@ -98,61 +119,57 @@ def unavailable() -> str | None:
     return None
 
 
-def describe(
-    model: str,
-    *,
-    layers: int,
-    buckets: Buckets,
-    attention=XLA,
-    linear_kernel=None,
-    dtype: str = "bfloat16",
-    page_size: int = 64,
-    max_len: int = 8192,
-    pool_bytes: int = 16 * 2**30,
-) -> Programs:
-    """The programs of an engine for a model of `MODELS` cut to some layers; the pool is so much for every layer."""
+@cache
+def describe(model: str, layers: int, deterministic: bool) -> Programs:
+    """The programs of an engine on Hopper; `deterministic` takes our product instead of XLA's."""
     config = ModelConfig.from_hf(MODELS[model] | {"num_hidden_layers": layers})
     definitions = []
 
     def weights():
-        definition, arrays = flatten(Decoder(config, rngs=None, dtype=jnp.dtype(dtype)))
+        definition, arrays = flatten(Decoder(config, rngs=None, dtype=DTYPE))
         definitions.append(definition)
         return arrays
 
     weights_like = jax.eval_shape(weights)
-    layout = KVLayout(layers, config.num_kv_heads, config.head_dim, page_size, jnp.dtype(dtype))
-    step = StepDefinition(definitions[0], attention, buckets.tokens[-1], MAX_LOGPROBS, None, linear_kernel, None)
-    max_pages = -(-max_len // page_size)
-    slots_like = jax.eval_shape(partial(slots.allocate, buckets.rows[-1], max_len, max_pages, config.vocab_size))
-    num_pages = pool_bytes // MODELS[model]["num_hidden_layers"] // (layout.bytes_per_page // layers)
-    return Programs(step, weights_like, kv_cache.abstract(layout, num_pages), slots_like, buckets)
+    layout = KVLayout(layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, DTYPE)
+    attention = mosaic_backend(
+        mosaic_attention(head_dim=config.head_dim, group=config.q_per_group, max_model_len=MAX_LEN)
+    )
+    linear = MosaicLinear() if deterministic else None
+    step = StepDefinition(definitions[0], attention, BUCKETS.tokens[-1], MAX_LOGPROBS, None, linear, None)
+    max_pages = -(-MAX_LEN // PAGE_SIZE)
+    slots_like = jax.eval_shape(partial(slots.allocate, BUCKETS.rows[-1], MAX_LEN, max_pages, config.vocab_size))
+    num_pages = POOL_BYTES // MODELS[model]["num_hidden_layers"] // (layout.bytes_per_page // layers)
+    return Programs(step, weights_like, kv_cache.abstract(layout, num_pages), slots_like, BUCKETS)
 
 
-def inspect(model: str, programs: Programs, program: Program, target: Target) -> Compiled:
+def program_of(case: Case) -> Program:
+    """The program of a case."""
+    programs = describe(case.model, case.layers, case.deterministic)
+    found = [program for program in programs.all() if program.key == (case.program, case.bucket)]
+    return found[0]
+
+
+def inspect(case: Case, target: Target) -> Compiled:
     """Compile one program and read what the compiler says."""
+    program = program_of(case)
+    started = time.perf_counter()
+    lowered = target.lower(program.function, program.arguments, program.donate)
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        lowered = target.lower(program.function, program.arguments, program.donate)
-        with _mosaic_output() as output:
+        with _standard_output() as output:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         seconds = time.perf_counter() - started
         thunks, commands = _thunks(Path(folder))
     memory = compiled.memory_analysis()
-    donated = sum(
-        prod(leaf.shape) * leaf.dtype.itemsize
-        for index in program.donate
-        for leaf in jax.tree.leaves(program.arguments[index])
-    )
+    donated = [leaf for index in program.donate for leaf in jax.tree.leaves(program.arguments[index])]
+    layer = describe(case.model, case.layers, case.deterministic).kv[0].pages
     return Compiled(
-        model,
-        len(programs.kv),
-        program.name,
-        program.bucket,
+        case,
         seconds,
-        donated,
+        sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in donated),
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        pool_copies(compiled.as_text(), prod(programs.kv[0].pages.shape)),
+        pool_copies(compiled.as_text(), prod(layer.shape)),
         thunks,
         commands,
         _kernels(output[0]),
@@ -171,7 +188,8 @@ def pool_copies(text: str, elements: int) -> list[str]:
 
 def _thunks(folder: Path) -> tuple[list[str], dict[str, int]]:
     """The kinds of the top-level thunks in order, and those inside command buffers with their number."""
-    (path,) = folder.glob("*thunk_sequence_after*")
+    # Where nothing is gathered into command buffers (fewer than five thunks), there is only the first of the two.
+    path = max(folder.glob("*.thunk_sequence*.txt"), key=lambda path: len(path.name))
     lines = path.read_text().splitlines()
     top = [found[1] for line in lines if (found := re.match(r"\d+: (k\w+)", line))]
     inside = [found[1] for line in lines if (found := re.match(r"\s+\d+: (k\w+)", line))]
@@ -179,8 +197,8 @@ def _thunks(folder: Path) -> tuple[list[str], dict[str, int]]:
 
 
 @contextmanager
-def _mosaic_output():
-    """What the compiler writes to the process's standard output, which is where Mosaic reports ptxas' words."""
+def _standard_output():
+    """What is written to the process's standard output: Mosaic reports there what ptxas says."""
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     output = [""]
     sys.stdout.flush()
@@ -206,55 +224,63 @@ def _kernels(text: str) -> list[Kernel]:
     return kernels
 
 
-def selection(*, everything: bool) -> Iterator[tuple[str, Programs, Program]]:
-    """What is compiled: every program with two layers, and the whole model at one token bucket or at all."""
-    buckets = Buckets.make(2048, 256)
+def keys() -> list[tuple[str, int]]:
+    """Every program of an engine, as `Programs.all` names them."""
+    bodies = [("body", tokens) for tokens in BUCKETS.tokens]
+    heads = [(name, rows) for rows in BUCKETS.rows for name in ("greedy_head", "head")]
+    scores = [("score", SCORE_ROWS), ("score_all", SCORE_ROWS)]
+    return [*bodies, *heads, *scores, ("admit", 1), ("set_tables", 1), ("copy_pages", COPIES)]
+
+
+def cases(*, everything: bool) -> list[Case]:
+    """The programs with two layers, and the whole model at one token bucket; or the whole model in all of them."""
+    found = []
     for model, config in MODELS.items():
-        two = describe(model, layers=2, buckets=buckets)
-        for program in two.all():
-            yield model, two, program
-        whole = describe(model, layers=config["num_hidden_layers"], buckets=buckets)
-        for tokens in buckets.tokens if everything else (64,):
-            yield model, whole, whole.body(tokens)
+        layers = config["num_hidden_layers"]
+        if everything:
+            found += [Case(model, layers, *key, mode) for mode in (False, True) for key in keys()]
+            continue
+        # The sampling head is by far the largest program, and the same in every bucket.
+        found += [Case(model, 2, *key) for key in keys() if key[0] != "head" or key[1] == 64]
+        found += [Case(model, 2, "body", tokens, True) for tokens in (8, 128, BUCKETS.tokens[-1])]
+        found += [Case(model, 2, "greedy_head", 64, True), Case(model, layers, "body", 64)]
+    return found
 
 
-COLUMNS = (
-    "model",
-    "layers",
-    "program",
-    "compiled in s",
-    "in place MiB",
-    "temporary MiB",
-    "outside command buffers",
-    "inside",
-    "our kernels",
-)
+COLUMNS = ("program", "compiled in s", "in place MiB", "temporary MiB", "outside command buffers", "inside them")
 
 
 def markdown(compiled: Compiled) -> str:
     """A program's row of the table."""
-    ours = collections.Counter(
-        f"{kernel.name} ({kernel.registers} registers, {kernel.spilled_bytes} B spilled)" for kernel in compiled.kernels
-    )
+    outside = collections.Counter(kind for kind in compiled.thunks if kind != "kCommandBuffer")
     cells = (
-        compiled.model,
-        compiled.layers,
-        f"{compiled.program}[{compiled.bucket}]",
+        str(compiled.case),
         f"{compiled.seconds:.1f}",
         f"{compiled.aliased / MIB:,.0f}",
         f"{compiled.temporary / MIB:.1f}",
-        _counted(collections.Counter(kind for kind in compiled.thunks if kind != "kCommandBuffer")),
+        _counted(outside),
         _counted(compiled.commands),
-        _counted(ours),
     )
-    return f"| {' | '.join(map(str, cells))} |"
+    return f"| {' | '.join(cells)} |"
 
 
 def _counted(counts: dict[str, int]) -> str:
-    return ", ".join(f"{number} {kind}" for kind, number in counts.items())
+    return ", ".join(f"{number} {kind.removeprefix('k')}" for kind, number in sorted(counts.items()))
+
+
+def kernel_table(compiled: list[Compiled]) -> str:
+    """Our kernels, each with the program that had it first."""
+    lines = ["| kernel | first in | registers | bytes spilled |", "|---|---|---|---|"]
+    lines += [
+        f"| {kernel.name} | {one.case} | {kernel.registers} | {kernel.spilled_bytes} |"
+        for one in compiled
+        for kernel in one.kernels
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="the whole models at one token bucket only")
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -263,9 +289,10 @@ def main() -> None:
         parser.error(reason)
     target, found = Target(), []
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
-    for model, programs, program in selection(everything=not options.small):
-        found.append(inspect(model, programs, program, target))
+    for case in cases(everything=not options.small):
+        found.append(inspect(case, target))
         print(markdown(found[-1]), flush=True)
+    print(f"\n{kernel_table(found)}")
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(compiled) for compiled in found], indent=1) + "\n")
 

@@ -69,7 +69,7 @@ def matmul(
     k_tiles, stages, workers = inner // INNER, config.stages, config.warpgroups
     worker_rows = config.rows // workers
 
-    def body(x_g, weight_g, out_g, x_s, weight_s, out_s, ready, free):
+    def product(x_g, weight_g, out_g, x_s, weight_s, out_s, ready, free):
         block, worker = lax.axis_index("block"), lax.axis_index("worker")
         mine = lax.div(tiles.count - block + (blocks - 1), blocks)  # tiles of this block
         total = mine * k_tiles  # turns of the ring, over all its tiles
@@ -114,7 +114,7 @@ def matmul(
         pl.when(worker == workers)(copy)
 
     return plgpu.kernel(
-        body,
+        product,
         out_type=jax.ShapeDtypeStruct((rows, columns), out_dtype),
         grid=(blocks,),
         grid_names=("block",),
