@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.bench import gpu_kernels, gpu_model
+from jaxserve.bench import gpu_attention, gpu_kernels, gpu_model
 from jaxserve.bench.gpu_sizes import FULL, TINY
 from jaxserve.bench.report import Report
 
@@ -30,7 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     device = jax.local_devices()[0]
     if not options.interpret and getattr(device, "compute_capability", None) != "9.0":
         parser.error(f"needs a GPU of compute capability 9.0 (Hopper), this is {device.device_kind}; see --interpret")
-    sections = {**gpu_kernels.CORRECTNESS, **gpu_model.CORRECTNESS, **gpu_kernels.SPEED, **gpu_model.SPEED}
+    parts = (gpu_attention, gpu_kernels, gpu_model)
+    sections = {}
+    for part in parts:
+        sections |= part.CORRECTNESS
+    for part in (gpu_kernels, gpu_attention, gpu_model):
+        sections |= part.SPEED
     unknown = set(options.only or ()) - sections.keys()
     if unknown:
         parser.error(f"unknown section {sorted(unknown)[0]!r}; there are {', '.join(sections)}")

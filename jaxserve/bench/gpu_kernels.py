@@ -70,7 +70,7 @@ def product_numbers(report: Report, sizes: Sizes) -> None:
     """Against float64, with the error that float32 accumulation and one rounding may make."""
     ours = jax.jit(partial(matmul, interpret=interpretation(sizes)), static_argnums=2)
     for inner, columns in sizes.products[:2]:
-        for rows in (sizes.rows[0], sizes.rows[-2]):
+        for rows in sizes.rows[:2]:
             x, weight = random(2, rows, inner), random(3, inner, columns)
             wide = [np.asarray(value, np.float64) for value in (x, weight)]
             exact, magnitude = wide[0] @ wide[1], np.abs(wide[0]) @ np.abs(wide[1])

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxserve.bench.gpu_attention import backend_of
 from jaxserve.bench.gpu_kernels import interpretation
 from jaxserve.bench.gpu_sizes import Sizes
 from jaxserve.bench.report import Report
 from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.kernels_pallas.matmul import MosaicLinear
-from jaxserve.kernels_pallas.paged_attention import XLA
+from jaxserve.kernels_pallas.paged_attention.benchmark import Heads
 from jaxserve.kernels_pallas.roofline import HBM_BYTES_PER_S
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
@@ -30,6 +31,7 @@ _NO_COMMAND_BUFFERS = {"xla_gpu_graph_min_graph_size": 10**6}
 def runner_of(sizes: Sizes, layers: int, *, deterministic: bool = False) -> Runner:
     """A runner over random weights with room for the largest of `sizes.batches`."""
     config = ModelConfig.from_hf(sizes.model | {"num_hidden_layers": layers})
+    heads = Heads(config.num_kv_heads, config.q_per_group, config.head_dim)
     pages = [batch * -(-(context + 64) // sizes.page_size) for batch, context in sizes.batches]
     most = max(batch for batch, _ in sizes.batches)
     return Runner(
@@ -39,7 +41,7 @@ def runner_of(sizes: Sizes, layers: int, *, deterministic: bool = False) -> Runn
         num_slots=most,
         max_len=sizes.max_len,
         buckets=Buckets.make(most, most),
-        attention=XLA,
+        attention=backend_of(sizes, heads, sizes.max_len),
         linear_kernel=MosaicLinear(interpretation(sizes)) if deterministic else None,
     )
 

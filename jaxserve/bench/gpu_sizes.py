@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.bench.models import MODELS
+from jaxserve.kernels_pallas.paged_attention.benchmark import Heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """`interpret` is for `plgpu.kernel`; None runs the real kernels. Contexts and page sizes are in tokens."""
+    """`interpret`: on the CPU. Contexts, prompts and page sizes are in tokens."""
 
     interpret: bool
     repeats: int
@@ -16,6 +17,18 @@ class Sizes:
     square: int  # side of the square product that shows the arithmetic ceiling
     products: tuple[tuple[int, int], ...]  # (in, out)
     rows: tuple[int, ...]  # of a product, ascending
+    attention: tuple[tuple[Heads, int], ...]  # with a page size, for correctness
+    cached: int  # context there
+    chunk: int  # its last positions, computed together and apart
+    chunk_rows: tuple[int, ...]  # those apart
+    heads: Heads  # for speed
+    page_sizes: tuple[int, ...]
+    contexts: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    typical: tuple[int, int]  # batch and context at which page sizes are compared
+    most_keys: int  # of all sequences
+    prompts: tuple[int, ...]
+    pool_bytes: int
     model: dict[str, Any] = field(repr=False)
     layers: tuple[int, ...]
     page_size: int
@@ -30,6 +43,24 @@ FULL = Sizes(
     square=8192,
     products=((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256)),
     rows=(8, 16, 64, 128, 256, 2048),
+    attention=(
+        (Heads(2, 4, 128), 64),
+        (Heads(2, 4, 128), 16),
+        (Heads(2, 3, 64), 64),
+        (Heads(2, 1, 64), 128),
+        (Heads(1, 8, 128), 32),
+    ),
+    cached=1300,
+    chunk=128,
+    chunk_rows=(0, 37, 64, 127),
+    heads=Heads(8, 4, 128),
+    page_sizes=(64, 16, 32, 128),
+    contexts=(512, 4096, 32768),
+    batch_sizes=(1, 16, 64, 256),
+    typical=(64, 4096),
+    most_keys=64 * 32768,
+    prompts=(512, 4096, 16384),
+    pool_bytes=4 * 2**30,
     model=MODELS["Llama-3-8B"],
     layers=(4, 32),
     page_size=64,
@@ -43,7 +74,19 @@ TINY = Sizes(
     copy_bytes=2**16,
     square=64,
     products=((128, 192), (192, 64)),
-    rows=(8, 72, 136),
+    rows=(8, 72),
+    attention=((Heads(1, 2, 64), 16),),
+    cached=140,
+    chunk=40,
+    chunk_rows=(0, 39),
+    heads=Heads(1, 2, 64),
+    page_sizes=(64, 16),
+    contexts=(70,),
+    batch_sizes=(2,),
+    typical=(2, 70),
+    most_keys=140,
+    prompts=(24,),
+    pool_bytes=2**16,
     model={
         **MODELS["Llama-3-8B"],
         "hidden_size": 128,

@@ -80,12 +80,14 @@ def cases(batches: list[int], contexts: list[int], prompts: list[int], drafts: i
 class Timed:
     """A case on the device: queries, pages, and as many page tables as the pool has room for."""
 
-    def __init__(self, heads: Heads, case: Case, backend: AttentionBackend, page_size: int):
+    def __init__(
+        self, heads: Heads, case: Case, backend: AttentionBackend, page_size: int, pool_bytes: int = POOL_BYTES
+    ):
         random = np.random.default_rng(0)
         slots = len(case.runs)
         pages = max(-(-(run.start + run.count) // page_size) for run in case.runs)
         page_bytes = 4 * heads.kv_heads * page_size * heads.head_dim
-        self.tables = max(POOL_BYTES // (slots * pages * page_bytes), 1)
+        self.tables = max(pool_bytes // (slots * pages * page_bytes), 1)
         num_pages = self.tables * slots * pages
         shape = num_pages, 2, heads.kv_heads, page_size, heads.head_dim
         self.pages = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(0))
