@@ -86,7 +86,7 @@ def test_a_section_that_fails_is_a_row_and_the_rest_runs(capsys, tmp_path):
     report.section("fourth", lambda report: report.add("never", "run"))
     assert report.finish(tmp_path / "rows.json") == 1
     names = [(row.section, row.name) for row in report.failed]
-    assert names == [("second", "stopped"), ("third", "bits"), ("fourth", "skipped")]
+    assert names == [("second", "stopped"), ("third", "bits"), ("fourth", "all of it")]
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert rows[0] == {"section": "first", "name": "one", "value": 1.0, "unit": "s", "share": 0.5, "ok": None}
     out = capsys.readouterr().out

@@ -50,6 +50,7 @@ def faults(compiled: Compiled) -> list[str]:
     if compiled.temporary > allowed_temporary(case):
         found.append(f"{compiled.temporary / MIB:.1f} MiB temporary, {allowed_temporary(case) / MIB:.1f} are explained")
     found += [f"{kernel.name} spills" for kernel in compiled.kernels if kernel.spilled_bytes]
+    found += [f"{kernel.name} multiplies one after the other" for kernel in compiled.kernels if kernel.serialized]
     small = len(compiled.thunks) < 5 and set(compiled.thunks) <= {"kCustomKernel", "kCopy", "kMemset"}
     if case.program not in SAMPLER and compiled.thunks != ["kCommandBuffer"] and not small:
         found.append(f"not one command buffer: {compiled.thunks}")
@@ -79,7 +80,7 @@ def test_no_tile_of_the_product_spills(target, shape, dtype):
         with gpu_compile._standard_output() as output:
             target.lower(function, (x, weight)).compile()
         kernels = gpu_compile._kernels(output[0])
-        assert [kernel.spilled_bytes for kernel in kernels] == [0]
+        assert [(kernel.spilled_bytes, kernel.serialized) for kernel in kernels] == [(0, False)]
 
 
 # ---- that the assertions can fail -----------------------------------------------------------------------
@@ -101,13 +102,14 @@ def test_every_program_of_an_engine_has_a_case():
 
 def test_every_fault_has_a_name():
     case = Case("Llama-3-8B", 2, "body", 64)
-    good = Compiled(case, 1.0, 100, 100, MIB, [], ["kCommandBuffer"], {"kCustomCall": 4}, [Kernel("k", 168, 0)])
+    good = Compiled(case, 1.0, 100, 100, MIB, [], ["kCommandBuffer"], {"kCustomCall": 4}, [Kernel("k", 168, 0, False)])
     assert faults(good) == []
     bad = {
         "20 donated bytes are copied": {"aliased": 80},
         "pages are copied: copy": {"pool_copies": ["copy"]},
         "65.0 MiB temporary, 64.0 are explained": {"temporary": 65 * MIB},
-        "k spills": {"kernels": [Kernel("k", 168, 8)]},
+        "k spills": {"kernels": [Kernel("k", 168, 8, False)]},
+        "k multiplies one after the other": {"kernels": [Kernel("k", 168, 0, True)]},
         "not one command buffer: ['kCommandBuffer', 'kWhile']": {"thunks": ["kCommandBuffer", "kWhile"]},
         "our kernels are not in it: {}": {"commands": {}},
     }
@@ -121,7 +123,8 @@ ptxas info    : Compiling entry function 'a' for 'sm_90a'
 ptxas info    : Function properties for a
     8 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads
 ptxas info    : Used 168 registers, used 16 barriers, 8 bytes cumulative stack size, 1 bytes smem
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to x in function 'b'
 ptxas info    : Compiling entry function 'b' for 'sm_90a'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 240 registers, used 16 barriers, 1 bytes smem"""
-    assert gpu_compile._kernels(text) == [Kernel("a", 168, 24), Kernel("b", 240, 0)]
+    assert gpu_compile._kernels(text) == [Kernel("a", 168, 24, False), Kernel("b", 240, 0, True)]

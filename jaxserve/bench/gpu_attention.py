@@ -126,6 +126,8 @@ def decode_speed(report: Report, sizes: Sizes) -> None:
                 extra = page_size != sizes.page_size and (batch, context) != sizes.typical
                 if batch * context > sizes.most_keys or extra:
                     continue
+                if not report.has_time(f"decode {batch} x {context}, pages of {page_size}"):
+                    continue
                 (case,) = (c for c in cases([batch], [context], [], 7) if c.name.startswith("decode"))
                 _time(report, sizes, case, context, page_size, bandwidth=True)
 

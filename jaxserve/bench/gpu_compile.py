@@ -71,6 +71,7 @@ class Kernel:
     name: str
     registers: int
     spilled_bytes: int
+    serialized: bool  # its WGMMAs wait for each other
 
 
 @dataclass(frozen=True)
@@ -216,11 +217,12 @@ def _standard_output():
 
 def _kernels(text: str) -> list[Kernel]:
     """What `ptxas -v` says, in its order."""
-    kernels = []
+    kernels, serialized = [], re.findall(r"wgmma.*serialized.*function '(.*?)'", text)
     for part in re.split(r"Compiling entry function ", text)[1:]:
         name = re.match(r"'(.*?)'", part)[1]
         spills = [int(size) for size in re.findall(r"(\d+) bytes spill (?:stores|loads)", part)]
-        kernels.append(Kernel(name, int(re.search(r"Used (\d+) registers", part)[1]), sum(spills)))
+        registers = int(re.search(r"Used (\d+) registers", part)[1])
+        kernels.append(Kernel(name, registers, sum(spills), name in serialized))
     return kernels
 
 

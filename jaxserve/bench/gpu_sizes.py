@@ -17,6 +17,7 @@ class Sizes:
     square: int  # side of the square product that shows the arithmetic ceiling
     products: tuple[tuple[int, int], ...]  # (in, out)
     rows: tuple[int, ...]  # of a product, ascending
+    timed_rows: tuple[int, ...]
     attention: tuple[tuple[Heads, int], ...]  # with a page size, for correctness
     cached: int  # context there
     chunk: int  # its last positions, computed together and apart
@@ -43,6 +44,7 @@ FULL = Sizes(
     square=8192,
     products=((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256)),
     rows=(8, 16, 64, 128, 256, 2048),
+    timed_rows=(8, 64, 256, 2048),
     attention=(
         (Heads(2, 4, 128), 64),
         (Heads(2, 4, 128), 16),
@@ -75,6 +77,7 @@ TINY = Sizes(
     square=64,
     products=((128, 192), (192, 64)),
     rows=(8, 72),
+    timed_rows=(8,),
     attention=((Heads(1, 2, 64), 16),),
     cached=140,
     chunk=40,

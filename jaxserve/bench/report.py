@@ -34,16 +34,18 @@ class Report:
         self.limit_s = limit_s
         self._section = ""
 
-    @property
-    def left_s(self) -> float:
-        return self.limit_s - (time.monotonic() - self.started)
+    def has_time(self, name: str) -> bool:
+        """Whether something can still start; if not, that is a failed row."""
+        if time.monotonic() - self.started < self.limit_s:
+            return True
+        self.add(name, f"not run: out of time after {self.limit_s:.0f} s", ok=False)
+        return False
 
     def section(self, name: str, run: Callable[["Report"], None]) -> None:
         """Run a section if there is time for it; what it raises becomes a failed row."""
         self._section = name
         started = time.monotonic()
-        if self.left_s <= 0:
-            self.add("skipped", f"out of time after {self.limit_s:.0f} s", ok=False)
+        if not self.has_time("all of it"):
             return
         try:
             run(self)
