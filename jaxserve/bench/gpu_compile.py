@@ -1,9 +1,9 @@
 """The engine's programs compiled for an H200 without one, and what the compiler says of them: `make gpu-compile`
 
-Shapes only: no weights, no device. Per program: seconds of compilation, bytes aliased in place, temporary bytes,
-copies of something as large as a layer's pages, what stands in the program's one command buffer and what does not,
-and for each of our kernels the registers, the shared memory and the spills that ptxas reports. Printed as markdown,
-and as JSON with --json. Nothing here says how fast a program is.
+Shapes only: no weights, no device. Per program: CPU seconds of tracing and compilation (all threads), bytes aliased in
+place, temporary bytes, copies of something as large as a layer's pages, what stands in command buffers and what does
+not; and for each of our kernels the registers and the spills that ptxas reports. Printed as markdown, and as JSON with
+--json. Nothing here says how fast a program is.
 """
 
 import argparse
@@ -76,7 +76,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program; sizes in bytes.
+    """What the compiler says of a program; sizes in bytes, `seconds` of processor time.
 
     `thunks` are the kinds at the top level, `commands` those inside command buffers with their number. `kernels` are
     the ones of ours that no program before it in this process had.
@@ -154,12 +154,12 @@ def program_of(case: Case) -> Program:
 def inspect(case: Case, target: Target) -> Compiled:
     """Compile one program and read what the compiler says."""
     program = program_of(case)
-    started = time.perf_counter()
+    started = time.process_time()
     lowered = target.lower(program.function, program.arguments, program.donate)
     with tempfile.TemporaryDirectory() as folder:
         with _standard_output() as output:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         thunks, commands = _thunks(Path(folder))
     memory = compiled.memory_analysis()
     donated = [leaf for index in program.donate for leaf in jax.tree.leaves(program.arguments[index])]
@@ -249,7 +249,7 @@ def cases(*, everything: bool) -> list[Case]:
     return found
 
 
-COLUMNS = ("program", "compiled in s", "in place MiB", "temporary MiB", "outside command buffers", "inside them")
+COLUMNS = ("program", "CPU s", "in place MiB", "temporary MiB", "outside command buffers", "inside them")
 
 
 def markdown(compiled: Compiled) -> str:
