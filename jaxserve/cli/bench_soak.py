@@ -93,8 +93,8 @@ def scaled_trace(
 
 
 @contextmanager
-def server(engine: dict[str, Any]) -> Iterator[tuple[subprocess.Popen, str]]:
-    """(process, URL) of a server with these engine options, ready; if it fails, its log is on stderr."""
+def server(engine: dict[str, Any], **options: Any) -> Iterator[tuple[subprocess.Popen, str]]:
+    """(process, URL) of a server with these engine options and its own, ready; if it fails, its log is on stderr."""
     with tempfile.TemporaryDirectory() as folder:
         config, log = Path(folder) / "serve.yaml", Path(folder) / "log"
         config.write_text(
