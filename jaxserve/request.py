@@ -18,6 +18,9 @@ from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams
 
 
+NO_TOKEN_LEFT = "no token is left"  # how the error of a request begins whose own fields forbid every token
+
+
 class RequestState(Enum):
     WAITING = auto()
     RUNNING = auto()

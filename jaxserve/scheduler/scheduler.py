@@ -23,7 +23,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from jaxserve.cache.block_pool import BlockPool
-from jaxserve.request import Request, RequestState
+from jaxserve.request import NO_TOKEN_LEFT, Request, RequestState
 from jaxserve.scheduler.buckets import Buckets
 from jaxserve.scheduler.policies import FirstComeFirstServed, WaitingQueue
 
@@ -162,7 +162,7 @@ class Scheduler:
         if token is not None and token < 0:
             request.finish_reason = "error"
             request.error = (
-                f"no token is left at position {len(request.token_ids)}: allowed_token_ids, bad_words, logit_bias and "
+                f"{NO_TOKEN_LEFT} at position {len(request.token_ids)}: allowed_token_ids, bad_words, logit_bias and "
                 "min_tokens together forbid all"
             )
             self.finish(request)
