@@ -19,6 +19,9 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative.acceptance import Acceptance
 
 
+NO_TOKEN_LEFT = "no token is left"  # how the error of a request begins whose own fields forbid every token
+
+
 class RequestState(Enum):
     WAITING = auto()
     RUNNING = auto()

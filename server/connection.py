@@ -40,6 +40,8 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget_deadline()
             return
+        if self.transport.is_closing():
+            return  # the rest of a body that nobody reads
         self._await_head()
         self._head_bytes += len(data)
         if self._head_bytes > HEADERS_BYTES:

@@ -373,6 +373,44 @@ def test_closing_ends_who_waits():
     front.close()
 
 
+def test_who_asks_is_told_when_it_ends():
+    front = AsyncEngine(engine=new_engine())
+
+    async def main():
+        told = asyncio.create_task(front.died())
+        await front.check_health()
+        assert not told.done()
+        async with front:
+            pass
+        assert str(await told) == str(await front.died()) == "the engine is closed"
+
+    asyncio.run(main())
+
+
+def test_a_front_can_check_before_it_sends(front):
+    """With the engine's own words, and nothing reaches the engine."""
+    check = front.input_processor.check
+    assert check("Hello", GREEDY) == {"prompt": "Hello", "prompt_token_ids": byte_tokenizer(VOCAB).encode("Hello")}
+    assert check({"prompt_token_ids": [3], "cache_salt": "x"}, GREEDY) == {"prompt_token_ids": [3], "cache_salt": "x"}
+    nothing_left = replace(GREEDY, allowed_token_ids=[9], bad_words=[byte_tokenizer(VOCAB).token_text(9)])
+    wrong = [([300], GREEDY), ("", GREEDY), ("x" * 600, GREEDY), (3, GREEDY), ("x", replace(GREEDY, priority=1))]
+    for prompt, params in [*wrong, ("x", replace(GREEDY, logit_bias={300: 1})), ("x", nothing_left)]:
+        with pytest.raises(ValueError, match=r"must (be|hold)") as refused:
+            asyncio.run(collected(front, prompt, params))
+        with pytest.raises(ValueError, match=r"must (be|hold)") as checked:
+            check(prompt, params)
+        assert str(checked.value) == str(refused.value)
+
+
+def test_a_text_that_must_be_too_long_is_refused_unread(front, monkeypatch):
+    def read(*_, **__):
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(type(front.input_processor.tokenizer), "encode", read)
+    with pytest.raises(ValueError, match=r"^prompt: 4000 characters: must be at most 2560"):
+        front.input_processor.check("x" * 4000, GREEDY)  # 512 tokens, of which the longest, <unk>, has 5 bytes
+
+
 def test_a_dropped_engine_gives_its_thread_back():
     before = set(threading.enumerate())
     front = AsyncEngine(engine=new_engine())

@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,8 @@ class Soak:
             f"memory {megabytes[0]:.1f} MiB when warm, {megabytes[1]:.1f} MiB at the end; "
             f"files {self.files[0]:.0f} and {self.files[1]:.0f}",
         ]
-        problems = [f"PROBLEM: {problem}" for problem in self.problems] or ["no problem"]
+        counted = Counter(self.problems).items()
+        problems = [f"PROBLEM, {count} times: {problem}" for problem, count in counted] or ["no problem"]
         return "\n".join(lines + problems)
 
 
@@ -84,6 +86,7 @@ class _Run:
     probe_every: float
     expected: str | None = None
     cursor: int = 0
+    typical: float = 1.0  # seconds that a request takes
 
     async def load(self, work: Sequence[tuple[float, Item]], seconds: float, clients: int, leaving: float) -> None:
         places, began, offset = asyncio.Semaphore(clients), time.perf_counter(), work[self.cursor % len(work)][0]
@@ -108,7 +111,7 @@ class _Run:
         origin = time.perf_counter()
         sending = asyncio.create_task(self.client.stream(body, origin))
         if leaves:  # before the first token, or in the middle
-            await asyncio.wait({sending}, timeout=self.source.uniform(0, 6))
+            await asyncio.wait({sending}, timeout=self.source.uniform(0, self.typical))
             if not sending.done():
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
@@ -119,6 +122,7 @@ class _Run:
 
     def _count(self, outcome: Outcome, wanted: int) -> None:
         self.report.requests += 1
+        self.typical += (outcome.e2e - self.typical) / 10
         self.report.output_tokens += outcome.output_tokens
         if outcome.error is not None:
             self.report.problems.append(outcome.error)

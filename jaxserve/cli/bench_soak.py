@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import json
 import re
 import subprocess
 import sys
@@ -53,9 +54,13 @@ def run(options: Namespace) -> int:
     _check(options)
     work = scaled_trace(options.trace, options.speed, options.shrink, options.vocab_size, options.seed)
     with server(options.engine.as_dict()) as (process, url):
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+            [card] = json.load(answer)["data"]
+        items, cut = workload.fit([item for _, item in work], card["max_model_len"])
+        print(f"{cut} of {len(items)} requests cut to max_model_len={card['max_model_len']}", flush=True)
         running = soak(
             url,
-            work,
+            [(at, item) for (at, _), item in zip(work, items, strict=True)],
             seconds=60 * options.minutes,
             clients=options.clients,
             leaving=options.leaving,
@@ -93,8 +98,8 @@ def scaled_trace(
 
 
 @contextmanager
-def server(engine: dict[str, Any]) -> Iterator[tuple[subprocess.Popen, str]]:
-    """(process, URL) of a server with these engine options, ready; if it fails, its log is on stderr."""
+def server(engine: dict[str, Any], **options: Any) -> Iterator[tuple[subprocess.Popen, str]]:
+    """(process, URL) of a server with these engine options and its own, ready; if it fails, its log is on stderr."""
     with tempfile.TemporaryDirectory() as folder:
         config, log = Path(folder) / "serve.yaml", Path(folder) / "log"
         config.write_text(

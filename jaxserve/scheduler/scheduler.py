@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Protocol, runtime_checkable
 
 from jaxserve.cache.block_pool import BlockPool
-from jaxserve.request import Request, RequestState
+from jaxserve.request import NO_TOKEN_LEFT, Request, RequestState
 from jaxserve.scheduler.buckets import Buckets
 from jaxserve.scheduler.plan import Admission, PlanEntry, StepPlan
 from jaxserve.scheduler.policies import FirstComeFirstServed, WaitingQueue

@@ -210,3 +210,16 @@ def test_what_a_template_refuses_is_told_in_its_own_words(stream):
         response = server.post(CHAT, {"messages": HELLO, "stream": stream})
         assert response.status_code == 400
         assert "no chat template" in response.json()["error"]["message"]
+
+
+def test_when_a_request_forbids_every_token_in_the_middle(server):
+    """Words of several tokens that leave nothing to say after the first: its own error, not the server's."""
+    letters = "ab"
+    words = [first + second for first in letters for second in letters]
+    ids = server.engine.tokenizer.encode(letters)
+    body = {"prompt": "Hello", "allowed_token_ids": ids, "bad_words": words, "max_tokens": 9, "temperature": 0}
+    response = server.post(COMPLETIONS, body)
+    assert response.status_code == 400
+    assert "no token is left" in response.json()["error"]["message"]
+    last = server.post(COMPLETIONS, {**body, "stream": True}).text.split("\n\n")[-2]
+    assert "no token is left" in json.loads(last.removeprefix("data: "))["error"]["message"]

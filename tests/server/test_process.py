@@ -111,6 +111,7 @@ def test_the_port_is_there_before_the_model_and_a_signal_ends_the_loading(start)
     first = server.client.get("/ready")
     assert (first.status_code, first.json()["status"]) == (503, "loading")
     assert server.client.get("/health").status_code == 200
+    assert "process_resident_memory_bytes" in metrics(server.client)
     response = server.client.post(COMPLETIONS, json=SHORT)
     assert (response.status_code, response.headers["retry-after"]) == (503, "5")
     assert server.client.get("/v1/models").status_code == 503

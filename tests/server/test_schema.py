@@ -40,7 +40,7 @@ def conforms(requests):
 
 
 def test_what_is_described_is_what_is_done():
-    conforms(60)
+    conforms(40)
 
 
 @pytest.mark.slow
