@@ -18,7 +18,6 @@ from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative.acceptance import Acceptance
 
-
 NO_TOKEN_LEFT = "no token is left"  # how the error of a request begins whose own fields forbid every token
 
 

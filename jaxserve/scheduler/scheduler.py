@@ -146,7 +146,7 @@ class Scheduler:
         request.finish_reason = "error"
         if finite:
             request.error = (
-                f"no token is left at position {len(request.token_ids)}: allowed_token_ids, bad_words, logit_bias and "
+                f"{NO_TOKEN_LEFT} at position {len(request.token_ids)}: allowed_token_ids, bad_words, logit_bias and "
                 "min_tokens together forbid all"
             )
         else:
