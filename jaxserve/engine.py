@@ -217,8 +217,9 @@ class Engine:
         """Hand each entry's result to its request and note what is new."""
         new: dict[str, list[CompletionOutput]] = {}
         took: list[Request] = []
-        row = sampled_row = 0
+        row = sampled_row = generated = 0
         all_finite, tokens = bool(result.finite[: plan.num_tokens].all()), result.tokens.tolist()
+        complete, completion, version = self.scheduler.complete, self._outputs.completion, self.weights_version
         for entry in plan.entries:
             request, _, _, count, sample, drafts, _ = entry
             sampled = tokens[sampled_row : sampled_row + sample + drafts]
@@ -228,13 +229,14 @@ class Engine:
             if wanted.prompts and finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
                 self._outputs.score(request, wanted.prompts[request], result)
             ended = request.finish_reason
-            taken = self.scheduler.complete(entry, sampled, finite)
+            taken = complete(entry, sampled, finite)
             if taken:
                 took.append(request)
-                del sampled[taken:]
+                if taken != len(sampled):
+                    del sampled[taken:]
                 whole = wanted.sampled_whole.get(request, -1) if wanted.sampled_whole else -1
-                output = self._outputs.completion(request, sampled, result, sampled_row, whole, self.weights_version)
-                self._counters.generation_tokens += len(output.token_ids)
+                output = completion(request, sampled, result, sampled_row, whole, version)
+                generated += len(sampled)  # without what stands behind a stop string
                 if output.finish_reason is not None and request.state is not RequestState.FINISHED:
                     self.scheduler.finish(request)  # a stop string: known only now
                 new.setdefault(request.request_id, []).append(output)
@@ -245,6 +247,7 @@ class Engine:
                 new.setdefault(request.request_id, []).append(output)
             row += count + drafts
             sampled_row += sample + drafts
+        self._counters.generation_tokens += generated
         self._metrics.took_tokens(took)
         self._pending += [
             self._report(group, deltas) for request_id, deltas in new.items() if (group := self._groups.get(request_id))

@@ -8,6 +8,7 @@ A user's request with `n` answers is a `RequestGroup` of `n` requests (branches)
           has arrived
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic
@@ -134,14 +135,20 @@ class Request:
             self.page_hashes.append(page_hash(parent, tokens, self.cache_salt))
         return self.page_hashes[:count]
 
-    def append_token(self, token: int) -> None:
-        """Take a sampled token and apply the stop conditions that need ids only."""
-        self.token_ids.append(token)
-        if token in self.stop_token_ids:
-            self.finish_reason = "stop"
-            self.stop_reason = token if token in self.params.stop_token_ids else None
-        elif len(self.token_ids) >= self.max_total_tokens:
-            self.finish_reason = "length"
+    def take_tokens(self, tokens: Sequence[int]) -> int:
+        """Take sampled tokens up to the first that ends the request by its id or by the length. Returns how many."""
+        taken, room = 0, self.max_total_tokens - len(self.token_ids)
+        for token in tokens:
+            taken += 1
+            self.token_ids.append(token)
+            if token in self.stop_token_ids:
+                self.finish_reason = "stop"
+                self.stop_reason = token if token in self.params.stop_token_ids else None
+                break
+            if taken >= room:
+                self.finish_reason = "length"
+                break
+        return taken
 
 
 @dataclass(eq=False, slots=True)

@@ -59,6 +59,7 @@ class SamplingFields(Request):
     prompt_logprobs: Count | None = Field(None, description="Log-probabilities of the prompt; not in streams.")
     priority: int | None = Field(None, description="Lower goes first; needs a scheduling policy that knows it.")
     cache_salt: str | None = Field(None, description="Cached prefixes are shared only under the same salt.")
+    speculative: bool | None = Field(None, description="False: no drafts for this request. The tokens are the same.")
 
 
 class GenerationRequest(SamplingFields):

@@ -1,5 +1,7 @@
 """What every test runs under: strict dtype promotion (shapes are checked by jaxtyping, see pyproject.toml)."""
 
+import logging
+
 import jax
 import pytest
 
@@ -11,3 +13,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def cpu_devices():
     """The two CPU devices that mesh tests run on."""
     return jax.devices("cpu")
+
+
+@pytest.fixture(autouse=True)
+def loggers():
+    """`serve` sends the process's log lines to stderr: a test that runs it here leaves them as they were."""
+    found = [logging.getLogger(name) for name in ("jaxserve", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in found]
+    yield
+    for logger, (handlers, propagate, level) in zip(found, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)

@@ -143,7 +143,7 @@ def undisturbed(shared):
 def snapshot(engine):
     scheduler = engine.scheduler
     queues = [list(scheduler.running), list(scheduler.waiting), list(scheduler.preempted)]
-    return engine.stats(), engine._inputs._arrivals, dict(engine._groups), dict(engine._outputs._texts), queues
+    return engine.stats(), engine.input_processor._arrivals, dict(engine._groups), dict(engine._outputs._texts), queues
 
 
 def test_bad_requests_are_refused_and_disturb_nobody(engine):
@@ -258,7 +258,7 @@ def test_stop_tokens_end_of_sequence_and_length(engine, monkeypatch):
     assert ends(stop_token_ids=(stop,), max_tokens=place) == (place, "length", None)
     unsaid = next(token for token in PROMPT if token not in tokens)
     assert ends(stop_token_ids=(unsaid,)) == (12, "length", None)  # what the prompt holds stops nothing
-    monkeypatch.setattr(engine._inputs, "model_config", replace(engine.model_config, eos_token_ids=(stop, 299)))
+    monkeypatch.setattr(engine.input_processor, "model_config", replace(engine.model_config, eos_token_ids=(stop, 299)))
     assert ends(ignore_eos=False) == (place + 1, "stop", None)
     assert ends(ignore_eos=False, stop_token_ids=(stop,)) == (place + 1, "stop", stop)
     assert ends(ignore_eos=True) == (12, "length", None)

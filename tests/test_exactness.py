@@ -205,6 +205,7 @@ def test_float32_in_company_in_chunks_and_from_the_cache(requests):
         assert_same(run(engine, some), expected)
 
 
+@pytest.mark.slow
 def test_through_xla_alone_in_company_and_after_preemptions(long_answers):
     """Without the native functions, as on a machine without a compiler."""
     xla = {"attention_backend": "xla", "linear_backend": "xla"}

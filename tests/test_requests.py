@@ -369,7 +369,7 @@ def test_branches_share_one_scored_prompt(engine):
 
 def test_scoring_holds_few_rows_of_logits_at_once(engine):
     """A prompt as long as a step may be is scored by a program of 64 rows."""
-    program = engine.runner._score_program()
+    program = engine.runner.described.score()
     memory = engine.runner.compiler.get(program).memory_analysis()
     assert program.bucket == 64
     assert memory.temp_size_in_bytes < 8 * 64 * VOCAB * 4 + 2**20

@@ -109,28 +109,25 @@ class Scheduler:
         a stop. A result that is not finite ends the request with an error: its pages are forgotten, so nobody reuses
         them.
         """
-        request = entry.request
+        request, _, _, count, sample, drafts, _ = entry
         request.steps_in_flight -= 1
-        request.num_in_flight -= entry.sample
-        request.drafts_in_flight -= entry.drafts
+        request.num_in_flight -= sample
+        request.drafts_in_flight -= drafts
         if request.state is RequestState.FINISHED:
             return 0
         if not finite or (tokens and tokens[0] < 0):
             self._fail(request, entry, finite)
             return 0
-        taken = 0
-        for token in tokens:
-            taken += 1
-            request.append_token(token)
-            if request.finish_reason is not None:
-                break
-        if request.only_scores and entry.start + entry.count == request.num_prompt_tokens:
+        taken = request.take_tokens(tokens)
+        if request.only_scores and entry.start + count == request.num_prompt_tokens:
             request.finish_reason = "length"
         if request.state is RequestState.RUNNING:  # in the same admission: a preempted request waits for this step
-            accepted = len(tokens) - 1 if tokens else 0
-            request.num_computed += accepted
-            self.policy.computed(request, request.num_computed - accepted, request.num_computed)
-            request.num_confirmed += entry.count + accepted
+            request.num_confirmed += count
+            if len(tokens) > 1:
+                accepted = len(tokens) - 1
+                request.num_computed += accepted
+                request.num_confirmed += accepted
+                self.policy.computed(request, request.num_computed - accepted, request.num_computed)
             if request.num_confirmed >= (request.num_registered + 1) * self.page_size:
                 self._register_pages(request)
         if request.finish_reason is not None:

@@ -49,6 +49,7 @@ def run(x, weight, out_dtype=None, **options) -> jax.Array:
 # ---- numbers --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 40).map(lambda n: 8 * n),

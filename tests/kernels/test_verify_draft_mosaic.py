@@ -55,7 +55,7 @@ def test_agreement():
     same_as_reference(make_case(5, 2, 777), "agreement", "certain")
 
 
-@pytest.mark.parametrize("drafter", ["certain", "sampled"])
+@pytest.mark.parametrize("drafter", ["certain", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_rejection(drafter):
     same_as_reference(make_case(5, 2, 600), "rejection", drafter)
 
@@ -82,6 +82,7 @@ def test_any_shape(shape, config, rule, drafter):
     same_as_reference(make_case(**shape), rule, drafter, config)
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(shape=shapes, config=configs)
 def test_a_few_shapes(shape, config):
