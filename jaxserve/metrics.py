@@ -90,6 +90,8 @@ _GAUGES = {
     "kv_cache_usage_perc": "Share of the pages that requests own; cached pages that nobody owns count as free.",
     "kv_waste": "Share of the owned positions that hold nothing, over all steps.",
     "padding_waste": "Share of the computed positions that were padding, over all steps.",
+    "spec_mean_accepted_length": "Tokens of a step in which a request has a draft, over all of them.",
+    "spec_mean_draft_length": "Draft tokens given to a request in the last step.",
 }
 
 _COUNTERS = {
@@ -218,9 +220,8 @@ class _Collector:
         yield self._cache_config(GaugeMetricFamily)
 
     def _counters(self) -> dict[str, str]:
-        speculation = {
-            name: "See vLLM's metric." for name in self._figures.stats if name.startswith("spec_decode_num_")
-        }
+        what = "Drafts (one a request and step), their tokens, those accepted, and those by place in the draft."
+        speculation = {name: what for name in self._figures.stats if name.startswith("spec_num_")}
         return _COUNTERS | speculation
 
     def _cache_config(self, family: type) -> "Metric":

@@ -1,10 +1,12 @@
 """The length controller against the arithmetic that it stands for, on steps whose cost and drafts are made up."""
 
 import random
+import re
 
 import pytest
 
 from jaxserve.config import SpeculativeConfig
+from jaxserve.metrics import Figures, exposition
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative.acceptance import NO_DRAFT, REJECTED
@@ -137,3 +139,19 @@ def test_the_counts_are_those_of_the_drafts():
     assert stats["spec_num_accepted_tokens"] == 4
     assert stats["spec_mean_accepted_length"] == 3.0
     assert [stats[f"spec_num_accepted_tokens_pos_{i}"] for i in range(3)] == [2, 1, 1]
+
+
+def test_prometheus_reads_the_counts():
+    controller = LengthController(SpeculativeConfig(method="ngram", num_speculative_tokens=2))
+    controller.observe(requests(1)[0], [5, 6, REJECTED])
+    text = exposition(Figures(controller.stats()), "tiny").decode()
+    found = dict(re.findall(r"^jaxserve:(spec_\w+)\{.*\} (\S+)$", text, re.MULTILINE))
+    assert found == {
+        "spec_num_drafts_total": "1.0",
+        "spec_num_draft_tokens_total": "2.0",
+        "spec_num_accepted_tokens_total": "1.0",
+        "spec_num_accepted_tokens_pos_0_total": "1.0",
+        "spec_num_accepted_tokens_pos_1_total": "0.0",
+        "spec_mean_accepted_length": "2.0",
+        "spec_mean_draft_length": "0.0",
+    }
