@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import engine_tools
 import pytest
+from checkpoint_tools import byte_tokenizer
 from engine_tools import assert_same, requests_for, run, run_alone, tiny_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ FIXED = {**NGRAM, "num_speculative_tokens": 5, "length_control": "fixed"}
 
 def tiny_engine(**options):
     """Few buckets: each is a head of its own."""
-    return engine_tools.tiny_engine(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, **options})
+    defaults = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "text": byte_tokenizer(300)}
+    return engine_tools.tiny_engine(**{**defaults, **options})
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,24 @@ def test_requests_may_decline(speculating, requests, expected):
     speculating.reset_stats()
     assert_same(run(speculating, declined), expected[:8])
     assert speculating.stats()["spec_num_draft_tokens"] == 0
+
+
+def test_texts_that_stop_inside_accepted_drafts(plain, speculating):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+    prompts = [[20 + index, 30, 40] * 6 for index in range(8)]
+    whole = [result.outputs[0].text for result in run(plain, [(prompt, params) for prompt in prompts])]
+    requests = []
+    for index, (prompt, text) in enumerate(zip(prompts, whole, strict=True)):
+        for at in (len(text) // 5, len(text) // 2, 3 * len(text) // 4):
+            stops = {"stop": (text[at : at + 2],), "include_stop_str_in_output": index % 2 == 0, "min_tokens": index}
+            requests.append((prompt, replace(params, **stops)))
+    speculating.reset_stats()
+    results = [result.outputs[0] for result in run(speculating, requests)]
+    assert results == [result.outputs[0] for result in run(plain, requests)]
+    stopped = [output for output in results if output.finish_reason == "stop"]
+    assert len(stopped) > len(results) / 2
+    assert all(isinstance(output.stop_reason, str) for output in stopped)
+    drafts_are_accepted(speculating)
 
 
 @st.composite
