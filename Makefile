@@ -27,21 +27,7 @@ gpu-compile: $(GPU_VENV)/installed
 	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m jaxserve.bench.gpu_compile
 
 test-gpu-compile: $(GPU_VENV)/installed
-	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest -m gpu_compile tests/test_gpu_compile.py
-
-# On a machine with a Hopper GPU, Python, JAX, Flax, NumPy and jaxtyping; needs no network.
-gpu-check:
-	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
-	$(PYTHON) -m jaxserve.bench.gpu_check --json gpu-check.json
-
-# What can be known of the GPU kernels without a GPU: the programs compiled for an H200, in an environment of its own.
-GPU_VENV := .venv-gpu-compile
-
-gpu-compile: $(GPU_VENV)/installed
-	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m jaxserve.bench.gpu_compile
-
-test-gpu-compile: $(GPU_VENV)/installed
-	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest -m gpu_compile tests/test_gpu_compile.py
+	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest -n 2 -m gpu_compile tests/test_gpu_compile.py
 
 # On a machine with a Hopper GPU, Python, JAX, Flax, NumPy and jaxtyping; needs no network.
 gpu-check:
