@@ -56,14 +56,15 @@ def drafts_are_accepted(engine) -> None:
         {"speculative_config": FIXED, "async_scheduling": False},
         {"speculative_config": FIXED, "num_pages": 10},  # preemption
         {"speculative_config": FIXED, "attention_backend": "xla", "linear_backend": "xla"},
+        {"speculative_config": FIXED, "attention_backend": "xla"},  # native products beside it
     ],
-    ids=["fixed", "auto", "without overlap", "preempted", "xla"],
+    ids=["fixed", "auto", "without overlap", "preempted", "xla", "attention through xla"],
 )
 def test_the_same_as_without(expected, requests, options):
     with tiny_engine(**options) as engine:
         if options.get("attention_backend") == "xla":
             requests = requests[::3]
-            with tiny_engine(attention_backend="xla", linear_backend="xla") as other:
+            with tiny_engine(**{**options, "speculative_config": None}) as other:
                 expected = run(other, requests)
         assert_same(run(engine, requests), expected)
         drafts_are_accepted(engine)

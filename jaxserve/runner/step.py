@@ -97,7 +97,8 @@ class Sampled(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Where each query row stands: `position` is -1 and `page` out of range for padding, the rows from `count` on."""
+    """Where each query row stands: `position` is -1 and `page` out of range for rows that do not exist, which all rows
+    from `count` on are: padding and, before them, drafts that were not proposed."""
 
     count: Int[Array, ""]
     slot: Int[Array, " tokens"]
@@ -194,7 +195,7 @@ def head(
         from_rows, row_slots, number, real = (values[order] for values in (from_rows, row_slots, number, real))
     row_slots = jnp.where(real, row_slots, slots.num_slots)
     with jax.named_scope("head"):
-        logits = logits_of(weights.head, hidden[from_rows], step.linear(real.sum(dtype=jnp.int32)))
+        logits = logits_of(weights.head, hidden[from_rows], step.linear(_extent(real)))
     position = slots.num_computed.at[row_slots].get(mode="clip") + number
     if greedy:
         tokens, chosen, alive = blocks.largest(logits)[0], None, jnp.ones_like(real)
@@ -212,6 +213,11 @@ def head(
     if back is not None:
         reported, chosen = jax.tree.map(lambda values: values[back], (reported, chosen))
     return slots._replace(history=history, num_computed=num_computed), Sampled(reported, chosen)
+
+
+def _extent(real: Bool[Array, " rows"]) -> Int32[Array, ""]:
+    """How many rows there are up to the last real one."""
+    return jnp.where(real, jnp.arange(1, len(real) + 1, dtype=jnp.int32), 0).max()
 
 
 def _real_first(real: Bool[Array, " rows"]) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
@@ -280,7 +286,7 @@ def _locate(slots: Slots, token_slot, token_offset, num_pages: int, page_size: i
     page = slots.page_table.at[0, token_slot, lax.div(position, jnp.int32(page_size))].get(mode="clip")
     shared = position < slots.write_start.at[token_slot].get(mode="clip")
     return Tokens(
-        (~padding).sum(dtype=jnp.int32),
+        _extent(~padding),
         token_slot,
         position,
         jnp.where(padding | shared, num_pages, page),

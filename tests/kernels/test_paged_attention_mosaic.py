@@ -98,21 +98,31 @@ def pool(shape: Shape, chunks: list[Chunk], seed: int = 0) -> tuple[np.ndarray, 
     return pages, table
 
 
-def attend(shape: Shape, backend, chunks: list[Chunk], *, seed: int = 0, run=None, ahead: int = 0) -> np.ndarray:
-    """The results of the scheduled rows, in their order. `ahead`: by how much the host takes lengths for longer."""
+def attend(
+    shape: Shape,
+    backend,
+    chunks: list[Chunk],
+    *,
+    seed: int = 0,
+    run=None,
+    ahead: int = 0,
+    missing: tuple[int, ...] = (),
+) -> np.ndarray:
+    """The results of the scheduled rows, in their order. `ahead`: by how much the host takes lengths for longer;
+    `missing`: rows that it plans behind each chunk's, for draft tokens, and that do not exist."""
     data = data_of(shape)
     pages, table = pool(shape, chunks, seed)
     slot, position = np.full(shape.tokens, SLOTS, np.int32), np.full(shape.tokens, -1, np.int32)
     runs, row = [], 0
-    for chunk in chunks:
-        runs.append(QueryRun(row, chunk.start + ahead, chunk.count))
+    for chunk, planned in zip(chunks, missing or [0] * len(chunks), strict=True):
+        runs.append(QueryRun(row, chunk.start + ahead, chunk.count + planned))
         slot[row : row + chunk.count] = chunk.slot
         position[row : row + chunk.count] = chunk.start + np.arange(chunk.count)
-        row += chunk.count
+        row += chunk.count + planned
     q = data.q[np.minimum(slot, SLOTS - 1), position]
     work = pack_runs(backend.work, runs, shape.tokens)
     out = np.asarray((run or compiled)(backend, shape, q, pages, table, work, slot, position))
-    return out[:row]
+    return out[:row][position[:row] >= 0]
 
 
 def traced(backend, shape: Shape, q, pages, table, work, slot, position):
@@ -258,6 +268,21 @@ BITS = [Shape(dtype="float32"), Shape(head_dim=128, page_size=16, window=200)]  
 @pytest.mark.parametrize("shape", BITS[:1], ids=str)
 def test_a_row_has_the_same_bits_wherever_it_is_computed(shape):
     check_bits(shape, 310, ["split", "tiles"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunks", "missing"),
+    [
+        (8, [Chunk(0, 300, 1), Chunk(1, 130, 2)], (3, 2)),  # items, split and whole
+        (24, [Chunk(0, 100, 17), Chunk(1, 63, 1)], (3, 3)),  # a tile and an item
+    ],
+)
+def test_rows_of_drafts_that_do_not_exist_change_nothing_for_the_others(tokens, chunks, missing):
+    shape = BITS[0]._replace(tokens=tokens)
+    backend = shape.backend()
+    out = attend(shape, backend, chunks, missing=missing)
+    assert relative_error(out, oracle(shape, chunks)) < 1e-2
+    assert out.tobytes() == attend(shape, backend, chunks).tobytes()
 
 
 @pytest.mark.slow

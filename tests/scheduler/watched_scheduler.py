@@ -33,20 +33,24 @@ class WatchedScheduler(Scheduler):
         return plan
 
     def weights_changed(self, *, recompute):
+        """Who has begun to answer may go on over old keys and values, whatever its place; all others start anew."""
+        kept = [] if recompute else [request for request in self.running if request.output_token_ids]
         self.updating = True
         super().weights_changed(recompute=recompute)
         self.updating = False
+        assert self.running == kept
 
     def _preempt(self, victim):
         """The last of all goes, or the last of those whom somebody who waits outranks."""
-        if isinstance(self.policy, Fair):
-            assert self.updating or victim.rank == max(request.rank for request in self.running)
-            super()._preempt(victim)
-            return
-        groups = [[r for r in self.running if self._outranks(waiting, r)] for waiting in self.waiting]
-        last = [max(group, key=self.effective) for group in (self.running, *groups) if group]
-        assert victim in last, "not the last was preempted"
+        if not self.updating:
+            assert victim in self._last(), "not the last was preempted"
         super()._preempt(victim)
+
+    def _last(self) -> list[Request]:
+        if isinstance(self.policy, Fair):
+            return [max(self.running, key=lambda request: (request.rank, request.arrival))]
+        groups = [[r for r in self.running if self._outranks(waiting, r)] for waiting in self.waiting]
+        return [max(group, key=self.effective) for group in (self.running, *groups) if group]
 
     def _must_start_now(self) -> Request | None:
         """Who waits first, if it outranks a running request and the room of all those it outranks would do for it."""

@@ -57,28 +57,34 @@ def prepare(
     num_pages: int,
     page_size: int,
 ) -> Prepared:
-    """What `MosaicAttention` needs besides queries and pages; once a step. Lengths are what `positions` says."""
+    """What `MosaicAttention` needs besides queries and pages; once a step. Lengths are what `positions` says, and a run
+    is as long as it has rows with a position: drafts that the host planned and that do not exist are behind them."""
     last_row = len(positions) - 1
     slot_of = lambda rows: jnp.minimum(token_slot[jnp.minimum(rows, last_row)], page_table.shape[0] - 1)
+    before = jnp.pad(jnp.cumsum((positions >= 0).astype(jnp.int32), dtype=jnp.int32), (1, 0))
+    exist = lambda rows, counts: before[jnp.minimum(rows + counts, last_row + 1)] - before[rows]
     length_of = lambda rows, counts: jnp.where(counts > 0, positions[jnp.clip(rows + counts - 1, 0, last_row)] + 1, 0)
 
-    piece_length = length_of(work.piece_row, work.piece_count)
+    piece_count = exist(work.piece_row, work.piece_count)
+    piece_length = length_of(work.piece_row, piece_count)
     piece_slot = slot_of(work.piece_row)
     of_piece = lambda values: values[work.item_piece]
     split = jnp.maximum(work.item_split, 0)
     items = [
         of_piece(work.piece_row),
-        of_piece(work.piece_count),
+        of_piece(piece_count),
         of_piece(piece_slot),
         of_piece(piece_length),
         split,
         jnp.where(work.item_split == WHOLE, _END, split + 1),
-        of_piece(work.piece_place) + split * of_piece(work.piece_count),
+        of_piece(work.piece_place) + split * of_piece(piece_count),
     ]
     piece = work.split_piece
     token = work.split_row - work.piece_row[piece]
-    split_rows = [work.split_row, token, work.piece_count[piece], piece_length[piece], work.piece_place[piece]]
-    tiles = [work.tile_row, work.tile_count, slot_of(work.tile_row), positions[jnp.minimum(work.tile_row, last_row)]]
+    row_length = jnp.where(token < piece_count[piece], piece_length[piece], 0)
+    split_rows = [work.split_row, token, piece_count[piece], row_length, work.piece_place[piece]]
+    tile_count = exist(work.tile_row, work.tile_count)
+    tiles = [work.tile_row, tile_count, slot_of(work.tile_row), positions[jnp.minimum(work.tile_row, last_row)]]
     columns = lambda values: jnp.stack([value.astype(jnp.int32) for value in values], axis=1)
     count = lambda value: value.astype(jnp.int32)[None]
     return Prepared(

@@ -33,7 +33,7 @@ class SplitRows(NamedTuple):
     row: object
     token: object  # its number in its item
     count: object  # query tokens of the item
-    length: object  # keys up to the item's last token's own
+    length: object  # keys up to the item's last token's own; 0: there is no such row
     place: object  # of split 0 and token 0 of the item
 
 
