@@ -114,11 +114,6 @@ class Request:
         return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that exist, the one in flight included."""
-        return len(self.token_ids) + self.num_in_flight
-
-    @property
     def num_to_compute(self) -> int:
         """Tokens whose keys and values are still to be computed; 0 if the last token that is allowed exists."""
         tokens = len(self.token_ids) + self.num_in_flight

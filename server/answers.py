@@ -1,7 +1,6 @@
 """From the engine's outputs to OpenAI's answers: whole, or as what is new for the events of a stream. Knows no HTTP.
 
-Both come from the same steps, so that a joined stream is the whole answer. What is made for every token is constructed
-without validation, which would double its cost.
+Both come from the same steps, so that a joined stream is the whole answer.
 """
 
 import time

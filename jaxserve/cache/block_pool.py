@@ -55,10 +55,6 @@ class BlockPool:
     def references(self, page: int) -> int:
         return self._references[page]
 
-    def is_private(self, page: int) -> bool:
-        """Whether the page has one reader, who may write to it: nobody can find it by its content."""
-        return self._references[page] == 1 and self._hashes[page] is None
-
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages with one reference each and no content, or None (and no change) if too few are left."""
         if count > len(self._unowned):
