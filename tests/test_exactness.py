@@ -49,7 +49,7 @@ def test_in_company(dtype, requests, alone):
         assert engine.stats()["padding_waste"] < 0.8
 
 
-@pytest.mark.parametrize("budget", [16, 64])
+@pytest.mark.parametrize("budget", [pytest.param(16, marks=pytest.mark.slow), 64])
 def test_in_chunks(dtype, requests, alone, budget):
     with tiny_engine(dtype, enable_prefix_caching=False, max_num_batched_tokens=budget) as engine:
         assert_same(run(engine, requests), alone)
@@ -83,9 +83,9 @@ def test_in_chunks_of_random_sizes(dtype, requests, alone, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"page_size": 64, "num_pages": 128},
+        {"page_size": 64, "num_pages": 128, "max_num_batched_tokens": 64},
         {"async_scheduling": False},
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+        pytest.param({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, marks=pytest.mark.slow),
     ],
     ids=["page size 64", "no overlap", "whole prompts"],
 )
@@ -113,7 +113,9 @@ def long_answers():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"async_scheduling": False, "enable_prefix_caching": False}], ids=["overlap", "no overlap"]
+    "options",
+    [{}, pytest.param({"async_scheduling": False, "enable_prefix_caching": False}, marks=pytest.mark.slow)],
+    ids=["overlap", "no overlap"],
 )
 def test_with_preemptions(dtype, long_answers, options):
     with tiny_engine(dtype, enable_prefix_caching=False) as engine:

@@ -55,21 +55,32 @@ def drafts_are_accepted(engine) -> None:
         {"speculative_config": NGRAM},  # the controller changes lengths
         {"speculative_config": FIXED, "async_scheduling": False},
         {"speculative_config": FIXED, "num_pages": 10},  # preemption
-        {"speculative_config": FIXED, "attention_backend": "xla", "linear_backend": "xla"},
-        {"speculative_config": FIXED, "attention_backend": "xla"},  # native products beside it
     ],
-    ids=["fixed", "auto", "without overlap", "preempted", "xla", "attention through xla"],
+    ids=["fixed", "auto", "without overlap", "preempted"],
 )
 def test_the_same_as_without(expected, requests, options):
     with tiny_engine(**options) as engine:
-        if options.get("attention_backend") == "xla":
-            requests = requests[::3]
-            with tiny_engine(**{**options, "speculative_config": None}) as other:
-                expected = run(other, requests)
         assert_same(run(engine, requests), expected)
         drafts_are_accepted(engine)
         if "num_pages" in options:
             assert engine.stats()["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize(
+    "backends",
+    [
+        {"attention_backend": "xla"},  # native products beside it
+        pytest.param({"attention_backend": "xla", "linear_backend": "xla"}, marks=pytest.mark.slow),
+    ],
+    ids=["attention", "everything"],
+)
+def test_the_same_as_without_through_xla(requests, backends):
+    few = {"max_num_batched_tokens": 16, "max_num_seqs": 4, **backends}
+    with tiny_engine(**few) as engine:
+        expected = run(engine, requests[::3])
+    with tiny_engine(**few, speculative_config=FIXED) as engine:
+        assert_same(run(engine, requests[::3]), expected)
+        drafts_are_accepted(engine)
 
 
 MODEL = {"method": "draft_model", "num_speculative_tokens": 4}
@@ -101,7 +112,7 @@ def test_a_draft_model_changes_nothing(expected, requests, changes, options):
 def test_a_draft_model_follows_cached_prefixes_and_branches():
     """Pages found in the cache and copied ones hold the draft model's keys and values, too: it goes on agreeing."""
     with tiny_engine(
-        speculative_config={**MODEL, "length_control": "fixed"}, draft_decoder=tiny_decoder(), page_size=8
+        speculative_config={**MODEL, "length_control": "fixed"}, draft_decoder=tiny_decoder()
     ) as engine:
         prompt = [(7 * i) % 50 + 10 for i in range(60)]
         params = SamplingParams(max_tokens=30, temperature=0.8, seed=3, n=3)
@@ -188,7 +199,14 @@ def repetitive_requests(draw):
     return prompt, SamplingParams(**params)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(repetitive_requests(), min_size=1, max_size=6))
 def test_any_parameters(plain, speculating, requests):
+    assert_same(run(speculating, requests), run(plain, requests))
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(st.lists(repetitive_requests(), min_size=1, max_size=6))
+def test_many_parameters(plain, speculating, requests):
     assert_same(run(speculating, requests), run(plain, requests))

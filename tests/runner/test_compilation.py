@@ -143,6 +143,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_an_engine_changes_no_setting_of_jax_and_foreign_ones_change_no_result(tmp_path_factory):
     """The other process has x64, another generator and a low default precision."""
     tests = Path(__file__).parents[1]
