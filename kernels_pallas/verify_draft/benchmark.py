@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.kernels_pallas.hopper import SMS
+from jaxserve.kernels_pallas.roofline import HBM_BYTES_PER_S
 from jaxserve.kernels_pallas.verify_draft import VerifyBackend, choose_verify
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 
-HBM_BYTES_PER_S = 4.8e12  # of an H200, by its data sheet
 CLOCK_HZ = 1.98e9
 LANES_PER_SM = 128  # 32-bit instructions a clock
 
