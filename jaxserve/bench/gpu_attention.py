@@ -169,4 +169,4 @@ def _time(report: Report, sizes: Sizes, case: Case, longest: int, page_size: int
 
 
 CORRECTNESS = {"attention numbers": attention_numbers, "attention bits": attention_bits}
-SPEED = {"decode speed": decode_speed, "verification speed": verify_speed, "prefill speed": prefill_speed}
+SPEED = {"decode speed": decode_speed, "draft attention speed": verify_speed, "prefill speed": prefill_speed}
