@@ -73,10 +73,16 @@ def test_it_needs_the_gpu_machines_packages_only(tmp_path):
 def test_every_section_runs_interpreted(tmp_path):
     rows = rows_of(cwd=tmp_path)
     judged = {row["section"] for row in rows if row["ok"]}
-    assert judged == {"attention numbers", "attention bits", "product numbers", "product bits", "step bits"}
+    numbers_and_bits = {
+        f"{part} {what}" for part in ("attention", "verification", "product") for what in ("numbers", "bits")
+    }
+    assert judged == numbers_and_bits | {"step bits"}
     timed = {row["section"] for row in rows if row["share"] is not None}
-    speed = {"decode speed", "verification speed", "prefill speed", "decode steps", "product speed"}
-    assert timed == {"ceilings", *speed}
+    speed = {f"{part} speed" for part in ("decode", "draft attention", "prefill", "verification", "product")}
+    assert timed == {"ceilings", "decode steps", *speed}
+    steps = {row["name"] for row in rows if row["section"] == "decode steps" and row["unit"] in ("ms", "us")}
+    how = "1 layers, {}command buffers, batch 2, context 70"
+    assert steps == {how.format(no) + host for no in ("", "no ") for host in ("", ": host")}
 
 
 def test_the_blocker_blocks(tmp_path):

@@ -1,6 +1,6 @@
 """The readers of PTX, on snippets."""
 
-from ptx import arithmetic, stores_before_wgmma_are_fenced
+from ptx import arithmetic, kernel_name, stores_before_wgmma_are_fenced, stores_for_wgmma
 
 STORE = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2, %r3, %r4, %r5};\n"
 FENCE = "fence.proxy.async.shared::cta;\n"
@@ -12,7 +12,13 @@ def test_a_missing_fence_is_seen():
     assert stores_before_wgmma_are_fenced(PRODUCT + STORE + FENCE + PRODUCT)
     assert not stores_before_wgmma_are_fenced(STORE + PRODUCT)
     assert not stores_before_wgmma_are_fenced(STORE + FENCE + PRODUCT + STORE + PRODUCT)
+    assert not stores_before_wgmma_are_fenced("st.shared.v2.b32 [%r1], {%r2, %r3};\n" + PRODUCT)
     assert not stores_before_wgmma_are_fenced(STORE + FENCE)  # not the kernel that was meant
+    assert [stores_for_wgmma(text) for text in (STORE, PRODUCT, PRODUCT + STORE)] == [False, False, True]
+
+
+def test_a_kernel_is_known_by_its_function():
+    assert kernel_name(".visible .entry paged_decode_mosaic_gpu_kernel(\n\t.param") == "paged_decode"
 
 
 def test_contracted_arithmetic_is_seen():

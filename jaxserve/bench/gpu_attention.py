@@ -151,7 +151,7 @@ def prefill_speed(report: Report, sizes: Sizes) -> None:
         library = "xla" if sizes.interpret else "cudnn"
         call = jax.jit(partial(jax.nn.dot_product_attention, is_causal=True, implementation=library))
         peer = seconds(lambda call=call, q=q, k=k, v=v: call(q, k, v), sizes.repeats)
-        rate = cost(heads, case.runs).flop / peer
+        rate = cost(heads, case.runs).operations / peer
         report.add(f"{library}, prompt of {prompt}", rate / 1e12, "TFLOP/s", share=peer / took)
 
 
@@ -162,11 +162,11 @@ def _time(report: Report, sizes: Sizes, case: Case, longest: int, page_size: int
     of = cost(heads, case.runs)
     name = f"{case.name}, pages of {page_size}"
     if bandwidth:
-        report.add(name, of.bytes / took / 1e9, "GB/s", share=of.floor_s / took)
+        report.add(name, of.bytes / took / 1e9, "GB/s", share=of.floor / took)
     else:
-        report.add(name, of.flop / took / 1e12, "TFLOP/s", share=of.floor_s / took)
+        report.add(name, of.operations / took / 1e12, "TFLOP/s", share=of.floor / took)
     return took
 
 
 CORRECTNESS = {"attention numbers": attention_numbers, "attention bits": attention_bits}
-SPEED = {"decode speed": decode_speed, "verification speed": verify_speed, "prefill speed": prefill_speed}
+SPEED = {"decode speed": decode_speed, "draft attention speed": verify_speed, "prefill speed": prefill_speed}

@@ -3,6 +3,7 @@
 Correctness first: each kernel against its definition, and the bits of a row wherever it stands. Then speed, beside
 what the device reaches with plain copies and products, its data sheet and its libraries. Needs JAX, Flax, NumPy and
 jaxtyping, no network and no weights. Each figure is printed when it is there; then one table, and JSON with --json.
+Most of the time goes into compiling some 170 programs; what has not begun after --limit seconds is not run, and failed.
 
 `--interpret` runs every section on the CPU with tiny shapes and interpreted kernels: its times mean nothing.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.bench import gpu_attention, gpu_kernels, gpu_model
+from jaxserve.bench import gpu_attention, gpu_kernels, gpu_model, gpu_verify
 from jaxserve.bench.gpu_sizes import FULL, TINY
 from jaxserve.bench.report import Report
 
@@ -30,9 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     device = jax.local_devices()[0]
     if not options.interpret and getattr(device, "compute_capability", None) != "9.0":
         parser.error(f"needs a GPU of compute capability 9.0 (Hopper), this is {device.device_kind}; see --interpret")
-    parts = (gpu_attention, gpu_kernels, gpu_model)
+    parts = (gpu_attention, gpu_verify, gpu_kernels, gpu_model)
     sections = {name: run for part in parts for name, run in part.CORRECTNESS.items()}
-    sections |= {"ceilings": gpu_kernels.ceilings, **gpu_attention.SPEED, **gpu_model.SPEED, **gpu_kernels.SPEED}
+    sections["ceilings"] = gpu_kernels.ceilings
+    for part in (gpu_attention, gpu_verify, gpu_model, gpu_kernels):
+        sections |= part.SPEED
     unknown = set(options.only or ()) - sections.keys()
     if unknown:
         parser.error(f"unknown section {sorted(unknown)[0]!r}; there are {', '.join(sections)}")

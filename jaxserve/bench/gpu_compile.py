@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -95,6 +95,7 @@ class Compiled:
     thunks: list[str]
     commands: dict[str, int]
     kernels: list[Kernel]
+    ptx: tuple[str, ...] = ()  # of these kernels
 
 
 class Target:
@@ -187,6 +188,7 @@ def inspect(case: Case, target: Target) -> Compiled:
         thunks,
         commands,
         _kernels(output[0]),
+        ptx_of(output[0]),
     )
 
 
@@ -212,8 +214,8 @@ def _thunks(folder: Path) -> tuple[list[str], dict[str, int]]:
 
 @contextmanager
 def _standard_output():
-    """What is written to the process's standard output: Mosaic reports there what ptxas says."""
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    """What is written to the process's standard output: Mosaic reports there the PTX and what ptxas says of it."""
+    os.environ["MOSAIC_GPU_DUMP_PTX"] = os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     output = [""]
     sys.stdout.flush()
     with tempfile.TemporaryFile() as file:
@@ -237,6 +239,11 @@ def _kernels(text: str) -> list[Kernel]:
         registers = int(re.search(r"Used (\d+) registers", part)[1])
         kernels.append(Kernel(name, registers, sum(spills), name in serialized))
     return kernels
+
+
+def ptx_of(text: str) -> tuple[str, ...]:
+    """The PTX of each kernel."""
+    return tuple(re.split(r"^(?=\.version )", text, flags=re.MULTILINE)[1:])
 
 
 def keys() -> list[tuple[str, int]]:
@@ -311,7 +318,8 @@ def main() -> None:
         print(markdown(found[-1]), flush=True)
     print(f"\n{kernel_table(found)}")
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(compiled) for compiled in found], indent=1) + "\n")
+        rows = [asdict(replace(compiled, ptx=())) for compiled in found]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

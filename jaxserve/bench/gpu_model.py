@@ -19,6 +19,7 @@ from jaxserve.kernels_pallas.roofline import HBM_BYTES_PER_S
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import determinism
+from jaxserve.runner.compilation import Program
 from jaxserve.runner.inputs import Runs
 from jaxserve.runner.runner import Runner
 from jaxserve.runner.slots import pack_admission
@@ -57,16 +58,34 @@ def step_bits(report: Report, sizes: Sizes) -> None:
 
 
 def decode_steps(report: Report, sizes: Sizes) -> None:
-    """Body and greedy head against the bytes of weights and cache; the host's share of it."""
+    """Body and greedy head against the bytes of weights and cache, with and without command buffers; what the host
+    spends on a step."""
     for layers in sizes.layers:
         runner = runner_of(sizes, layers)
-        for batch, context in sizes.batches:
-            name = f"{layers} layers, batch {batch}, context {context}"
-            if report.has_time(name):
-                _fill_slots(runner, sizes, batch, context)
-                # The whole model would take too long to compile twice.
-                _decode(report, sizes, runner, name, batch, context, both=layers == sizes.layers[0])
+        for graphs in (True, False):
+            runner.compiler.clear()
+            runner.compiler.options = {} if graphs or sizes.interpret else _NO_COMMAND_BUFFERS
+            how = f"{layers} layers, {'command buffers' if graphs else 'no command buffers'}"
+            if not report.has_time(how):
+                continue
+            started = time.perf_counter()
+            runner.compiler.get_all(_programs(runner, sizes))
+            report.add(f"{how}: compiled together", time.perf_counter() - started, "s")
+            for batch, context in sizes.batches:
+                name = f"{how}, batch {batch}, context {context}"
+                if report.has_time(name):
+                    _fill_slots(runner, sizes, batch, context)
+                    _decode(report, sizes, runner, name, batch, context)
         runner.close()
+
+
+def _programs(runner: Runner, sizes: Sizes) -> list[Program]:
+    """What the timed steps run, each once."""
+    batches = [batch for batch, _ in sizes.batches]
+    bodies = {runner.buckets.token_bucket(batch) for batch in batches}
+    heads = {runner.buckets.row_bucket(batch) for batch in batches}
+    described = runner.described
+    return [*map(described.body, bodies), *(described.head(rows, True) for rows in heads), described.admit()]
 
 
 def _fill_slots(runner: Runner, sizes: Sizes, batch: int, context: int) -> None:
@@ -83,16 +102,11 @@ def _pages_each(sizes: Sizes, context: int) -> int:
     return -(-(context + _STEPS) // sizes.page_size)
 
 
-def _decode(report: Report, sizes: Sizes, runner: Runner, name: str, batch: int, context: int, *, both: bool) -> None:
+def _decode(report: Report, sizes: Sizes, runner: Runner, name: str, batch: int, context: int) -> None:
     floor = step_bytes(runner, batch, context) / HBM_BYTES_PER_S
-    for graphs in (True, False) if both else (True,):
-        runner.compiler.clear()
-        runner.compiler.options = {} if graphs or sizes.interpret else _NO_COMMAND_BUFFERS
-        took, host = _time_steps(runner, batch, context, sizes.repeats)
-        what = "command buffers" if graphs else "no command buffers"
-        report.add(f"{name}, {what}", took * 1e3, "ms", share=floor / took)
-        if graphs:
-            report.add(f"{name}, host", host * 1e6, "us")
+    took, host = _time_steps(runner, batch, context, sizes.repeats)
+    report.add(name, took * 1e3, "ms", share=floor / took)
+    report.add(f"{name}: host", host * 1e6, "us")
 
 
 def step_bytes(runner: Runner, batch: int, context: int) -> int:

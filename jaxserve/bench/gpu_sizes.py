@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxserve.bench.models import MODELS
 from jaxserve.kernels_pallas.paged_attention.benchmark import Heads
+from jaxserve.kernels_pallas.verify_draft.benchmark import Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Sizes:
     typical: tuple[int, int]  # batch and context at which page sizes are compared
     most_keys: int  # of all sequences
     prompts: tuple[int, ...]
+    verified: tuple[Shape, ...]  # for correctness
+    verify_timed: tuple[Shape, ...]
     pool_bytes: int
     model: dict[str, Any] = field(repr=False)
     layers: tuple[int, ...]
@@ -43,8 +46,8 @@ FULL = Sizes(
     copy_bytes=2**31,
     square=8192,
     products=((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256)),
-    rows=(8, 16, 64, 128, 256, 2048),
-    timed_rows=(8, 64, 256, 2048),
+    rows=(8, 64, 128, 256, 2048),
+    timed_rows=(8, 64, 2048),
     attention=(
         (Heads(2, 4, 128), 64),
         (Heads(2, 4, 128), 16),
@@ -62,6 +65,12 @@ FULL = Sizes(
     typical=(64, 4096),
     most_keys=64 * 32768,
     prompts=(512, 4096, 16384),
+    verified=(Shape(64, 8, 128256), Shape(16, 4, 49152)),
+    verify_timed=tuple(
+        Shape(rows, width, vocab)
+        for vocab in (128256, 49152)
+        for rows, width in ((1, 1), (1, 8), (16, 4), (64, 1), (64, 8))
+    ),
     pool_bytes=4 * 2**30,
     model=MODELS["Llama-3-8B"],
     layers=(4, 32),
@@ -89,6 +98,8 @@ TINY = Sizes(
     typical=(2, 70),
     most_keys=140,
     prompts=(24,),
+    verified=(Shape(3, 2, 260),),
+    verify_timed=(Shape(1, 2, 260),),
     pool_bytes=2**16,
     model={
         **MODELS["Llama-3-8B"],

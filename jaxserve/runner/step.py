@@ -73,6 +73,12 @@ class StepDefinition:
         return self.proposer is not None or self.draft is not None
 
     @property
+    def branches(self) -> bool:
+        """Whether programs branch around what no row asks for. On a GPU a branch ends the command buffer and the host
+        waits for what decides it, so there it is computed, to no effect where no row asks."""
+        return self.verify.name != "mosaic"
+
+    @property
     def compacts(self) -> bool:
         """Whether rows of drafts that do not exist are moved behind all others: native functions leave them out."""
         return self.speculates and self.attention.name == "native"
@@ -231,7 +237,7 @@ def _sample(step: StepDefinition, slots: Slots, logits, row_slots, position) -> 
     padding = row_slots >= slots.num_slots
     rows = rows._replace(wants_logprobs=jnp.where(padding, -1, rows.wants_logprobs))
     tokens, alive = _draw(step, slots, logits, rows, row_slots, position)
-    chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs)
+    chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs, branches=step.branches)
     return tokens, chosen, alive
 
 
@@ -243,7 +249,7 @@ def _sampling_rows(slots: Slots, row_slots: Int32[Array, " rows"]) -> SamplingRo
 
 def _draw(step: StepDefinition, slots: Slots, logits, rows: SamplingRows, row_slots, position) -> tuple[Array, Array]:
     """The token that the target takes at these positions, and whether there was one to take."""
-    processed = process(logits, slots.processing, row_slots, slots.history, position)
+    processed = process(logits, slots.processing, row_slots, slots.history, position, branches=step.branches)
     return step.verify.sample(processed.logits, rows, position), processed.alive
 
 
@@ -257,7 +263,7 @@ def score(
     rows, tokens, wanted = packed
     with jax.named_scope("score"):
         logits = logits_of(weights.head, hidden[rows], step.linear(jnp.int32(len(rows))))
-        return logprobs(logits, tokens, step.max_logprobs, wanted)
+        return logprobs(logits, tokens, step.max_logprobs, wanted, branches=step.branches)
 
 
 def score_all(

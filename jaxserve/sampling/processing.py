@@ -33,7 +33,7 @@ class Processing(NamedTuple):
 
 
 class Processed(NamedTuple):
-    """`alive`: some token is left to be sampled; where none is, the logits are as they were."""
+    """`alive`: some token is left to be sampled; where none is, the first is there for the sampler's sake."""
 
     logits: Float32[Array, "rows vocab"]
     alive: Bool[Array, " rows"]
@@ -80,11 +80,15 @@ def process(
     slots: Int32[Array, " rows"],
     history: Int32[Array, "slots max_len"],
     positions: Int32[Array, " rows"],
+    *,
+    branches: bool = True,
 ) -> Processed:
     """The logits that the sampler takes; `positions` are those of the tokens to be sampled.
 
-    A slot out of range is padding: its row is left as it is. What no row asks for is not computed.
+    A slot out of range is padding: its row is left as it is. What no row asks for is not computed, or without
+    `branches` (static) to no effect: the results are the same.
     """
+    where_asked = lax.cond if branches else lambda asked, change, otherwise: change()
     real = slots < history.shape[0]
     take = lambda values: values.at[slots].get(mode="clip")
     biased = real & take(state.has_bias)
@@ -98,25 +102,27 @@ def process(
         changed = logits
         with jax.named_scope("bias"):
             add = lambda: changed + jnp.where(biased[:, None], take(state.bias), jnp.float32(0))
-            changed = lax.cond(jnp.any(biased), add, lambda: changed)
+            changed = where_asked(jnp.any(biased), add, lambda: changed)
         with jax.named_scope("bad_words"):
             words = lambda: (take(state.bad_words), num_bad_words)
             banned = lambda: _bad_words(changed, *words(), slots, history, positions, prompt_length)
-            changed = lax.cond(jnp.any(num_bad_words > 0), banned, lambda: changed)
+            changed = where_asked(jnp.any(num_bad_words > 0), banned, lambda: changed)
         with jax.named_scope("min_tokens"):
             ids = jnp.where(early[:, None], take(state.stop_ids), logits.shape[1])
             changed = _forbid(changed, ids)
-        alive = (changed > -jnp.inf).any(1) | ~real
-        return jnp.where(alive[:, None], changed, logits), alive
+        alive = (changed > -jnp.inf).any(1) | ~masks
+        stand_in = jnp.where(alive, logits.shape[1], 0)[:, None]
+        return changed.at[lax.iota(jnp.int32, len(real))[:, None], stand_in].set(0, mode="drop"), alive
 
     def penalise() -> Array:
-        counts, seen = _occurrences(history, slots, prompt_length, jnp.where(penalised, positions, 0), logits.shape[1])
-        return _penalties(kept, counts, seen, *penalties)
+        length = jnp.where(penalised, positions, 0)
+        chunk = _CHUNK if branches else history.shape[1]
+        return _penalties(kept, _occurrences(history, slots, prompt_length, length, logits.shape[1], chunk), *penalties)
 
     with jax.named_scope("process_logits"):
-        masks = jnp.any(biased | (num_bad_words > 0) | early)
-        kept, alive = lax.cond(masks, masked, lambda: (logits, jnp.ones_like(real)))
-        return Processed(lax.cond(jnp.any(penalised), penalise, lambda: kept), alive)
+        masks = biased | (num_bad_words > 0) | early
+        kept, alive = where_asked(jnp.any(masks), masked, lambda: (logits, jnp.ones_like(real)))
+        return Processed(where_asked(jnp.any(penalised), penalise, lambda: kept), alive)
 
 
 def _forbid(logits: Float32[Array, "rows vocab"], ids: Int32[Array, "rows n"]) -> Float32[Array, "rows vocab"]:
@@ -136,27 +142,32 @@ def _bad_words(logits, words, num_words, slots, history, positions, prompt_lengt
     return _forbid(logits, jnp.where(begun & exists, words[:, :, -1], logits.shape[1]))
 
 
-def _occurrences(history, slots, prompt_length, length, vocab: int):
-    """Per row: how often each token stands in the output, and which stand in the prompt or the output."""
-    rows = slots.shape[0]
+def _occurrences(history, slots, prompt_length, length, vocab: int, chunk: int) -> Array:
+    """Per row and token a number: positive if it stands in the prompt or the output, its half how often in the output.
+
+    One array, of 16 bits where that suffices: it is as large as the logits."""
+    rows, max_len = slots.shape[0], history.shape[1]
     row = lax.iota(jnp.int32, rows)[:, None]
 
-    def count(chunk, carry):
-        counts, seen = carry
-        at = jnp.broadcast_to(chunk * _CHUNK + lax.iota(jnp.int32, _CHUNK), (rows, _CHUNK))
+    def count(number, found):
+        at = jnp.broadcast_to(number * chunk + lax.iota(jnp.int32, chunk), (rows, chunk))
         ids = history.at[slots[:, None], at].get(mode="clip")
         known = at < length[:, None]
-        output = known & (at >= prompt_length[:, None])
-        counts = counts.at[row, jnp.where(output, ids, vocab)].add(1, mode="drop")
-        return counts, seen.at[row, jnp.where(known, ids, vocab)].set(True, mode="drop")
+        output = at >= prompt_length[:, None]
+        one = lambda value: jnp.array(value, found.dtype)
+        found = found.at[row, jnp.where(known & ~output, ids, vocab)].max(one(1), mode="drop")
+        return found.at[row, jnp.where(known & output, ids, vocab)].add(one(2), mode="drop")
 
-    chunks = lax.div(length.max() + (_CHUNK - 1), jnp.int32(_CHUNK))
-    start = jnp.zeros((rows, vocab), jnp.int32), jnp.zeros((rows, vocab), jnp.bool_)
-    return lax.fori_loop(jnp.int32(0), chunks, count, start)
+    found = jnp.zeros((rows, vocab), jnp.uint16 if max_len < 2**15 else jnp.uint32)
+    if chunk == max_len:
+        return count(jnp.int32(0), found)
+    chunks = lax.div(length.max() + (chunk - 1), jnp.int32(chunk))
+    return lax.fori_loop(jnp.int32(0), chunks, count, found)
 
 
-def _penalties(logits, counts, seen, repetition, presence, frequency):
-    repetition = jnp.where(seen, repetition[:, None], jnp.float32(1))
+def _penalties(logits, found, repetition, presence, frequency):
+    counts = (found >> found.dtype.type(1)).astype(jnp.float32)
+    repetition = jnp.where(found > 0, repetition[:, None], jnp.float32(1))
     logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = logits - frequency[:, None] * counts.astype(jnp.float32)
+    logits = logits - frequency[:, None] * counts
     return logits - presence[:, None] * (counts > 0).astype(jnp.float32)

@@ -18,9 +18,8 @@ import numpy as np
 
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend, choose_attention
 from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_runs
+from jaxserve.kernels_pallas.roofline import Cost
 
-HBM_BYTES_PER_S = 4.8e12
-BF16_FLOP_PER_S = 989e12
 POOL_BYTES = 4 * 2**30
 
 
@@ -30,17 +29,6 @@ class Heads(NamedTuple):
     kv_heads: int
     group: int  # query heads a KV head
     head_dim: int
-
-
-class Cost(NamedTuple):
-    """Of one layer."""
-
-    bytes: int
-    flop: int
-
-    @property
-    def floor_s(self) -> float:
-        return max(self.bytes / HBM_BYTES_PER_S, self.flop / BF16_FLOP_PER_S)
 
 
 def cost(heads: Heads, runs: list[QueryRun], split: int = 0) -> Cost:
@@ -128,11 +116,11 @@ def table(
     yield f"{'one layer':<22} {'MB':>9} {'GFLOP':>9} {'floor µs':>9}" + columns
     for case in chosen:
         of = cost(heads, case.runs, case.split)
-        line = f"{case.name:<22} {of.bytes / 1e6:9.2f} {of.flop / 1e9:9.2f} {of.floor_s * 1e6:9.1f}"
+        line = f"{case.name:<22} {of.bytes / 1e6:9.2f} {of.operations / 1e9:9.2f} {of.floor * 1e6:9.1f}"
         for backend in backends.values():
             took = Timed(heads, case, backend(case), page_size).seconds()
-            rates = of.bytes / took / 1e9, of.flop / took / 1e12
-            line += f" {took * 1e6:11.1f} {rates[0]:6.0f} {rates[1]:6.1f} {of.floor_s / took:6.0%}"
+            rates = of.bytes / took / 1e9, of.operations / took / 1e12
+            line += f" {took * 1e6:11.1f} {rates[0]:6.0f} {rates[1]:6.1f} {of.floor / took:6.0%}"
         yield line
 
 

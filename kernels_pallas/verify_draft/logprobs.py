@@ -24,12 +24,15 @@ def logprobs(
     tokens: Int32[Array, " rows"],
     max_logprobs: int,
     wanted: Int32[Array, " rows"],
+    *,
+    branches: bool = True,
 ) -> Logprobs:
     """The log-probabilities of `tokens` and of the `max_logprobs` (static) most likely tokens.
 
-    `wanted` is SamplingRows.wants_logprobs; nothing is computed where all of it is -1. A vocabulary smaller
-    than `max_logprobs` gives shorter lists.
+    `wanted` is SamplingRows.wants_logprobs; nothing is computed where all of it is -1, except without `branches`
+    (static): what is wanted is the same. A vocabulary smaller than `max_logprobs` gives shorter lists.
     """
+    where_asked = lax.cond if branches else lambda asked, compute, otherwise: compute()
     vocab = logits.shape[1]
     rows, width = logits.shape[0], min(max_logprobs, vocab)
 
@@ -41,7 +44,7 @@ def logprobs(
         maximum, log_total = _normaliser(logits)
         token = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="promise_in_bounds")
         rank = 1 + (logits > token).sum(axis=1, dtype=jnp.int32)
-        top = lax.cond(jnp.any(wanted > 0), top_list, lambda: (nothing().top_ids, nothing().top_logprobs))
+        top = where_asked(jnp.any(wanted > 0), top_list, lambda: (nothing().top_ids, nothing().top_logprobs))
         top_logprobs = top[1] - maximum[:, None] - log_total[:, None]
         found = Logprobs(token[:, 0] - maximum - log_total, rank, top[0], top_logprobs)
         return jax.tree.map(
@@ -56,7 +59,7 @@ def logprobs(
         return top.ids, top.logits
 
     with jax.named_scope("logprobs"):
-        return lax.cond(jnp.any(wanted >= 0), something, nothing)
+        return where_asked(jnp.any(wanted >= 0), something, nothing)
 
 
 def whole_logprobs(logits: Float32[Array, "rows vocab"]) -> Float32[Array, "rows vocab"]:

@@ -25,7 +25,6 @@ Floor     A row of 128,256 logits is 513 kB, 0.11 us of an H200's 4.8 TB/s: 14 u
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -133,8 +132,12 @@ def run(
     passes = Passes(vocab, target.shape[0] // positions, config, interpret is not None)
     width = positions if draft_logits is None else positions // draft_logits.shape[0]
     ring = lambda: (plgpu.SMEM((config.stages, config.tile), jnp.float32), plgpu.Barrier(num_barriers=config.stages))
+
+    def verify_draft(*refs) -> None:
+        _program(passes, width, len(sources), judgement is not None, *refs)
+
     return plgpu.kernel(
-        functools.partial(_program, passes, width, len(sources), judgement is not None),
+        verify_draft,
         out_type=jax.ShapeDtypeStruct((positions,), jnp.int32),
         grid=(positions,),
         grid_names=("position",),

@@ -1,5 +1,6 @@
 """The Hopper kernels, interpreted: against float64, without races, and the bits of a row wherever it is computed."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -138,8 +139,13 @@ compiled = partial(jax.jit, static_argnums=(0, 1))(traced)
 
 def oracle(shape: Shape, chunks: list[Chunk]) -> np.ndarray:
     """Softmax attention in float64, row by row from the definition."""
+    out = [weights @ values for weights, values in softmax_rows(shape, chunks)]
+    return np.array(out).reshape(-1, shape.kv_heads * shape.group, shape.head_dim)
+
+
+def softmax_rows(shape: Shape, chunks: list[Chunk]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each row and head the weights of the keys that it sees, and their values."""
     data = data_of(shape)
-    out = []
     for slot, start, count in chunks:
         for position in range(start, start + count):
             first = 0 if shape.window is None else max(position + 1 - shape.window, 0)
@@ -150,8 +156,24 @@ def oracle(shape: Shape, chunks: list[Chunk]) -> np.ndarray:
                 if shape.logit_soft_cap:
                     scores = shape.logit_soft_cap * np.tanh(scores / shape.logit_soft_cap)
                 weights = np.exp(scores - scores.max())
-                out.append(weights @ values[:, kv_head] / weights.sum())
-    return np.array(out).reshape(-1, shape.kv_heads * shape.group, shape.head_dim)
+                yield weights / weights.sum(), values[:, kv_head]
+
+
+UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}  # half a unit in the last place of 1
+
+
+def allowed_error(shape: Shape, chunks: list[Chunk]) -> np.ndarray:
+    """What rounding the weights, which the product takes in the dtype of the values, and the result can do at most.
+
+    The mass counts rounded weights: sum(p (1 + d) v) / sum(p (1 + d)) is off by sum(p d (v - o)), |d| <= UNIT. What
+    float32 does on the way, and float16 below 2^-14, is less than 2^-13 of the same and 2^-15 of the values.
+    """
+    unit, allowed = UNIT[shape.dtype], []
+    for weights, values in softmax_rows(shape, chunks):
+        out = weights @ values
+        spread = weights @ np.abs(values - out)
+        allowed.append((unit + 2.0**-13) * spread + unit * np.abs(out) + 2.0**-15 * (weights @ np.abs(values)))
+    return np.array(allowed).reshape(-1, shape.kv_heads * shape.group, shape.head_dim)
 
 
 def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
@@ -199,10 +221,8 @@ def check_against_float64(shape: Shape, examples: int) -> None:
         with watched_races() as races:
             out = attend(shape, backend, chunks, seed=seed)
         assert not races.found()
-        error = relative_error(out, expected)
-        assert error < 1e-2
-        # Weights are rounded as there, but the largest is not 1: a little more where few keys matter.
-        assert error <= 1.25 * relative_error(attend(shape, XLA, chunks, seed=seed), expected)
+        assert relative_error(out, expected) < 1e-2
+        assert (np.abs(out.astype(np.float64) - expected) <= allowed_error(shape, chunks)).all()
 
     check()
 
@@ -210,6 +230,20 @@ def check_against_float64(shape: Shape, examples: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernels_agree_with_float64_and_do_not_race(shape):
     check_against_float64(shape, 2)
+
+
+@pytest.mark.slow
+def test_the_error_is_about_that_of_xla():
+    """Few keys dominate these rows, which is where `xla` is ahead: it scales weights so that the largest is 1, which
+    rounding leaves alone, the kernels by powers of two."""
+    shape, ours, theirs, exact = SHAPES[0], [], [], []
+    for start in (40, 90, 150, 260, 400, 632):
+        chunks = [Chunk(start % SLOTS, start, 8)]
+        ours.append(attend(shape, shape.backend(), chunks))
+        theirs.append(attend(shape, XLA, chunks))
+        exact.append(oracle(shape, chunks))
+    ours, theirs, exact = (np.concatenate(parts) for parts in (ours, theirs, exact))
+    assert relative_error(ours, exact) <= 1.2 * relative_error(theirs, exact)
 
 
 @pytest.mark.slow
@@ -249,15 +283,15 @@ def backends(shape: Shape) -> dict:
     }
 
 
-def check_bits(shape: Shape, start: int, names: list[str]) -> None:
+def check_bits(shape: Shape, start: int, names: list[str], count: int = 4) -> None:
     """Rows of one sequence as decode, as verified drafts and as a chunk; alone and beside others."""
     ways = {name: backend for name, backend in backends(shape).items() if name in names}
-    rows = range(start, start + 4)
+    rows = range(start, start + count)
     alone = [attend(shape, ways["split"], [Chunk(1, position, 1)])[0] for position in rows]
-    assert relative_error(np.stack(alone), oracle(shape, [Chunk(1, start, 4)])) < 1e-2
+    assert relative_error(np.stack(alone), oracle(shape, [Chunk(1, start, count)])) < 1e-2
     for name, backend in ways.items():
         for others in ([], [Chunk(0, 300, 2), Chunk(3, 5, 1)]):
-            out = attend(shape, backend, [*others, Chunk(1, start, 4)], seed=len(others))[-4:]
+            out = attend(shape, backend, [*others, Chunk(1, start, count)], seed=len(others))[-count:]
             for position, row, expected in zip(rows, out, alone, strict=True):
                 assert row.tobytes() == expected.tobytes(), f"position {position}, {name}, beside {others}"
 
@@ -267,18 +301,18 @@ BITS = [Shape(dtype="float32"), Shape(head_dim=128, page_size=16, window=200)]  
 
 @pytest.mark.parametrize("shape", BITS[:1], ids=str)
 def test_a_row_has_the_same_bits_wherever_it_is_computed(shape):
-    check_bits(shape, 310, ["split", "tiles"])
+    check_bits(shape, 319, ["split", "tiles"], count=2)  # the second one's own key begins a block
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chunks", "missing"),
+    ("shape", "chunks", "missing"),
     [
-        (8, [Chunk(0, 300, 1), Chunk(1, 130, 2)], (3, 2)),  # items, split and whole
-        (24, [Chunk(0, 100, 17), Chunk(1, 63, 1)], (3, 3)),  # a tile and an item
+        (BITS[0], [Chunk(0, 300, 1), Chunk(1, 130, 2)], (3, 2)),  # items, split and whole
+        (SHAPES[1], [Chunk(0, 100, 17), Chunk(1, 63, 1)], (3, 3)),  # a tile and an item
     ],
+    ids=["items", "tile"],
 )
-def test_rows_of_drafts_that_do_not_exist_change_nothing_for_the_others(tokens, chunks, missing):
-    shape = BITS[0]._replace(tokens=tokens)
+def test_rows_of_drafts_that_do_not_exist_change_nothing_for_the_others(shape, chunks, missing):
     backend = shape.backend()
     out = attend(shape, backend, chunks, missing=missing)
     assert relative_error(out, oracle(shape, chunks)) < 1e-2

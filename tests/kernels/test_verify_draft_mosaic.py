@@ -6,11 +6,13 @@ import sys
 import types
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jaxserve.kernels_pallas import hopper, verify_draft
@@ -19,14 +21,18 @@ from jaxserve.kernels_pallas.verify_draft.passes import Config
 from jaxserve.sampling_params import SamplingParams
 from tests.interpreter import watched_races
 from tests.kernels.verify_tools import KINDS, make_case, params_of
-from tests.sampling.helpers import by_candidates, exact_distribution, rows_of
+from tests.sampling.helpers import exact_distribution, rows_of
 
 SMALL = Config(tile=256, lanes=128, stages=2)  # many tiles, so that buffers are refilled
+SHORT = Config(tile=128, lanes=128, stages=2)
+ROWS, VOCAB = len(KINDS), 300  # of most tests, also of the oracle: each shape is a compilation; the last tile overlaps
 
 verify = jax.jit(reference.verify_draft, static_argnames="rule")
 
 
+@functools.cache
 def interpreted(function, config: Config, **static):
+    """Compiled once for all tests that call it with the same shapes."""
     return jax.jit(functools.partial(function, config=config, interpret=hopper.interpreted(), **static))
 
 
@@ -44,19 +50,32 @@ def same_as_reference(case, rule: str, drafter: str, config: Config = SMALL) -> 
 
 
 def test_every_kind_of_row_gets_the_samplers_token():
-    case = make_case(len(KINDS), 1, 1300)  # the last tile overlaps
+    case = make_case(ROWS, 1, VOCAB)
     with watched_races() as races:
-        tokens = np.asarray(interpreted(mosaic.sample, SMALL)(case.logits[:, 0], case.rows, case.positions))
+        tokens = np.asarray(interpreted(mosaic.sample, SHORT)(case.logits[:, 0], case.rows, case.positions))
     assert not races.found()
     np.testing.assert_array_equal(tokens, case.samples[:, 0])
 
 
 def test_agreement():
-    same_as_reference(make_case(5, 2, 777), "agreement", "certain")
+    case = make_case(ROWS, 2, VOCAB)
+    with watched_races() as races:
+        found = jax.block_until_ready(interpreted(mosaic.verify_draft, SHORT)(*case.arguments))
+    assert not races.found()
+    accepts = (case.num_drafts == 1) & (case.draft_tokens[:, 0] == case.samples[:, 0])
+    assert 0 < accepts.sum() < ROWS
+    np.testing.assert_array_equal(found.num_accepted, accepts)
+    expected = np.stack([case.samples[:, 0], np.where(accepts, case.samples[:, 1], -1)], axis=1)
+    np.testing.assert_array_equal(found.tokens, expected)
 
 
-@pytest.mark.parametrize("drafter", ["certain", pytest.param("sampled", marks=pytest.mark.slow)])
-def test_rejection(drafter):
+def test_rejection():
+    same_as_reference(make_case(ROWS, 2, VOCAB), "rejection", "certain", SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["certain", "sampled"])
+def test_rejection_in_many_tiles(drafter):
     same_as_reference(make_case(5, 2, 600), "rejection", drafter)
 
 
@@ -90,14 +109,14 @@ def test_a_few_shapes(shape, config):
 
 
 def test_rows_that_are_not_finite_end_and_disturb_no_other():
-    case = make_case(len(KINDS), 1, 1300)
+    case = make_case(ROWS, 1, VOCAB)
     logits = case.logits[:, 0].copy()
     junk = np.array([np.nan, np.inf, -np.inf, np.nan], np.float32)
     logits[::2, ::3] = junk[:, None]
     logits[4] = -np.inf
-    tokens = np.asarray(interpreted(mosaic.sample, SMALL)(logits, case.rows, case.positions))
+    tokens = np.asarray(interpreted(mosaic.sample, SHORT)(logits, case.rows, case.positions))
     np.testing.assert_array_equal(tokens[1::2], case.samples[1::2, 0])
-    assert ((tokens >= 0) & (tokens < 1300)).all()
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
 
 
 def expected_reads(logits: np.ndarray, params: SamplingParams, position: int) -> int:
@@ -136,8 +155,7 @@ def test_bytes_read_are_as_stated(monkeypatch):
         for spread in (0.1, 2.0):
             logits = (rng.normal(size=(1, vocab)) * spread).astype(np.float32)
             copies.clear()
-            arguments = logits, rows_of([params]), np.array([7], np.int32)
-            np.testing.assert_array_equal(sample(*arguments), by_candidates(*arguments))
+            jax.block_until_ready(sample(logits, rows_of([params]), np.array([7], np.int32)))
             reads = len(copies) * SMALL.tile / vocab
             least = expected_reads(logits[0], params, 7)
             narrows = params.temperature > 0 and 0 < params.top_k < vocab and params.top_p < 1
@@ -180,8 +198,53 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_planted_bugs_are_caught(monkeypatch, name):
+def swept(logits: np.ndarray) -> np.ndarray:
+    """For each row its likeliest token and its number of positive values, in a kernel that does nothing else."""
+    values, config = mosaic.flatten(jnp.asarray(logits), SMALL)
+    rows, vocab = logits.shape
+    walk = passes.Passes(vocab, len(values) // rows, config, True)
+
+    def program(values, found, ring, ready):
+        row = lax.axis_index("row")
+        source = passes.Source(values, ring, ready, row * walk.width)
+        positive = lambda count, ids, fresh, values: count + (fresh & (values > 0)).astype(jnp.int32)
+        found[row, 0] = walk.largest(source)[0]
+        found[row, 1] = passes.total(walk.sweep(positive, walk.filled(0, jnp.int32), source))
+
+    return np.asarray(
+        plgpu.kernel(
+            program,
+            out_type=jax.ShapeDtypeStruct((rows, 2), jnp.int32),
+            grid=(rows,),
+            grid_names=("row",),
+            scratch_types=[
+                plgpu.SMEM((config.stages, config.tile), jnp.float32),
+                plgpu.Barrier(num_barriers=config.stages),
+            ],
+            interpret=hopper.interpreted(),
+        )(values)
+    )
+
+
+def sweeps_are_right() -> bool:
+    """Over tiles that refill their buffers, the last of which overlaps the one before."""
+    logits = np.random.default_rng(5).normal(size=(2, 1300)).astype(np.float32)
+    expected = np.stack([logits.argmax(1), (logits > 0).sum(1)], axis=1)
+    with watched_races() as races:
+        found = swept(logits)
+    return not races.found() and bool((found == expected).all())
+
+
+def samples_are_right() -> bool:
+    kinds, shared = [{"top_k": 8, "top_p": 0.99}, {"top_k": 6}, {"top_k": 4}], slice(1044, 1280)
+    case = make_case(6, 1, 1300, spread=0.1, kinds=kinds, raised=shared)
+    call = jax.jit(functools.partial(mosaic.sample, config=SMALL, interpret=hopper.interpreted()))
+    with watched_races() as races:
+        tokens = np.asarray(call(case.logits[:, 0], case.rows, case.positions))
+    return not races.found() and bool((tokens == case.samples[:, 0]).all())
+
+
+def is_caught(monkeypatch, name: str, is_right) -> bool:
     old, new = MUTANTS[name]
     source = inspect.getsource(passes)
     assert source.count(old) == 1
@@ -189,15 +252,25 @@ def test_planted_bugs_are_caught(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "mutant", mutant)  # dataclasses look there
     exec(compile(source.replace(old, new), "mutant.py", "exec"), mutant.__dict__)
     monkeypatch.setattr(passes.Passes, "sweep", mutant.Passes.sweep)
-    kinds, shared = [{"top_k": 8, "top_p": 0.99}, {"top_k": 6}, {"top_k": 4}], slice(1044, 1280)
-    case = make_case(6, 1, 1300, spread=0.1, kinds=kinds, raised=shared)
     try:
-        with watched_races() as races:
-            tokens = np.asarray(interpreted(mosaic.sample, SMALL)(case.logits[:, 0], case.rows, case.positions))
-        caught = races.found() or bool((tokens != case.samples[:, 0]).any())
+        return not is_right()
     except jax.errors.JaxRuntimeError:  # from the interpreter, of a barrier (JAX 0.12 does not say so)
-        caught = True
-    assert caught
+        return True
+
+
+def test_without_a_bug_a_sweep_is_right():
+    assert sweeps_are_right()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bugs_are_caught(monkeypatch, name):
+    assert is_caught(monkeypatch, name, sweeps_are_right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bugs_are_caught_by_what_is_sampled(monkeypatch, name):
+    assert is_caught(monkeypatch, name, samples_are_right)
 
 
 def test_choosing_a_backend(monkeypatch):

@@ -1,8 +1,5 @@
 """The programs of a step: in place by the compiler's own word, and what the pool promises."""
 
-import math
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +7,7 @@ import pytest
 from engine_tools import run, tiny_decoder, tiny_engine
 
 from jaxserve import SamplingParams
+from jaxserve.bench.gpu_compile import pool_copies
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout, LayerKV
 from jaxserve.runner import inputs, slots
@@ -30,16 +28,6 @@ def size(tree) -> int:
 
 
 # ---- from the compiler's own analysis -------------------------------------------------------------------
-
-
-def pool_copies(text: str, pages: jax.Array) -> list[str]:
-    """Instructions of a compiled program that copy something of the pool's size."""
-    copies = []
-    for line in text.splitlines():
-        found = re.search(r"= \(?\w+\[([\d,]+)\]\S* (copy|copy-start|concatenate|transpose)\(", line)
-        if found and math.prod(map(int, found[1].split(","))) >= pages.size:
-            copies.append(line.strip())
-    return copies
 
 
 def temporary_bound(engine, name: str, bucket: int) -> int:
@@ -86,7 +74,7 @@ def test_every_program_works_in_place(engine):
         memory = compiled.memory_analysis()
         where = f"{program.name}[{program.bucket}]: {memory}"
         assert memory.alias_size_in_bytes >= size(donated[program.name]), where
-        assert pool_copies(compiled.as_text(), runner.kv[0].pages) == []
+        assert pool_copies(compiled.as_text(), runner.kv[0].pages.size) == []
         bound = temporary_bound(engine, *program.key)
         assert bound < size(runner.kv[0]), "a bound that a copy of a layer's pages would fit is none"
         assert memory.temp_size_in_bytes <= bound, where
@@ -114,7 +102,7 @@ def test_with_speculation_too(speculation, draft, proposes):
             memory = compiled.memory_analysis()
             made_anew = runner.slots.num_drafts.nbytes if name == proposes else 0
             assert memory.alias_size_in_bytes >= size(donation) - made_anew, name
-            assert pool_copies(compiled.as_text(), runner.kv[0].pages) == [], name
+            assert pool_copies(compiled.as_text(), runner.kv[0].pages.size) == [], name
             bound = 2 * temporary_bound(engine, *programs[name].key)
             assert memory.temp_size_in_bytes <= bound < size(runner.kv[0]), (name, memory)
 
@@ -126,7 +114,7 @@ def test_the_search_finds_a_pool_that_is_copied(engine):
         return pages, pages.at[jnp.arange(3)].set(1.0)
 
     compiled = jax.jit(keeps_both, donate_argnums=0).lower(pages).compile()
-    assert pool_copies(compiled.as_text(), pages)
+    assert pool_copies(compiled.as_text(), pages.size)
 
 
 # ---- the host's buffers ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import scipy.special
 
 from jaxserve.kernels_pallas.verify_draft.logprobs import logprobs
 
-compute = jax.jit(logprobs, static_argnums=2)
+compute = jax.jit(logprobs, static_argnums=2, static_argnames="branches")
 
 
 def some_logits(vocab: int, spread: float, rows: int = 8) -> np.ndarray:
@@ -47,6 +47,10 @@ def test_only_what_is_wanted(wanted):
     if wanted < 0:
         assert all(not np.asarray(leaf).any() for leaf in found)
     assert found.top_ids.shape == (8, 5)
+    without = compute(logits, tokens, 5, np.array([wanted] * 8, np.int32), branches=False)
+    same = zip(found, without, strict=True) if wanted else zip(found[:2], without[:2], strict=True)
+    for one, other in same:
+        np.testing.assert_array_equal(one, other)
 
 
 def test_masked_tokens_have_minus_infinity():
