@@ -147,9 +147,9 @@ class OutputProcessor:
                 for index, token in enumerate(tokens)
             ]
             cumulative = sum(entry[token].logprob for entry, token in zip(logprobs, tokens, strict=True))
+        reason, stop = request.finish_reason, request.stop_reason
         versions = [version] * len(tokens)
-        reasons = request.finish_reason, request.stop_reason
-        return CompletionOutput(request.index, pushed, tokens, logprobs, cumulative, *reasons, None, versions)
+        return CompletionOutput(request.index, pushed, tokens, logprobs, cumulative, reason, stop, None, versions)
 
     def score(self, request: Request, rows: PromptRows, result: StepResult) -> None:
         """Take the log-probabilities of prompt tokens; those known from before a preemption are the same."""

@@ -132,18 +132,17 @@ class Request:
 
     def take_tokens(self, tokens: Sequence[int]) -> int:
         """Take sampled tokens up to the first that ends the request by its id or by the length. Returns how many."""
-        taken, room = 0, self.max_total_tokens - len(self.token_ids)
+        known, before = self.token_ids, len(self.token_ids)
         for token in tokens:
-            taken += 1
-            self.token_ids.append(token)
+            known.append(token)
             if token in self.stop_token_ids:
                 self.finish_reason = "stop"
                 self.stop_reason = token if token in self.params.stop_token_ids else None
                 break
-            if taken >= room:
+            if len(known) >= self.max_total_tokens:
                 self.finish_reason = "length"
                 break
-        return taken
+        return len(known) - before
 
 
 @dataclass(eq=False, slots=True)

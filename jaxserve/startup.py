@@ -100,9 +100,8 @@ class Counters:
         self.steps += 1
         self.computed_tokens += tokens
         self.padded_tokens += buckets.token_bucket(tokens) - tokens
-        for request in scheduler.running:
-            self.owned_positions += len(request.pages) * scheduler.page_size
-            self.used_positions += request.num_computed
+        self.owned_positions += sum([len(request.pages) for request in scheduler.running]) * scheduler.page_size
+        self.used_positions += sum([request.num_computed for request in scheduler.running])
 
     def stats(self) -> dict[str, int | float]:
         return {

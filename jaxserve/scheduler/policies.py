@@ -16,9 +16,14 @@ from jaxserve.request import Request, RequestState
 
 
 class FirstComeFirstServed:
-    """By arrival. The base of the other policies. `displaces`: whether anybody ever outranks a running request."""
+    """By arrival. The base of the other policies.
+
+    `displaces`: whether anybody ever outranks a running request. `counts`: whether it wants to hear of what is
+    `computed`, for every token.
+    """
 
     displaces = False
+    counts = False
 
     def order(self, request: Request) -> tuple[float, int]:
         """Who goes first: lower is earlier. Never changes while a request waits or runs, so queues stay sorted.
@@ -80,6 +85,7 @@ class Fair(FirstComeFirstServed):
     lower priorities go first.
     """
 
+    counts = True
     PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 
     def __init__(self):

@@ -127,7 +127,8 @@ class Scheduler:
                 accepted = len(tokens) - 1
                 request.num_computed += accepted
                 request.num_confirmed += accepted
-                self.policy.computed(request, request.num_computed - accepted, request.num_computed)
+                if self.policy.counts:
+                    self.policy.computed(request, request.num_computed - accepted, request.num_computed)
             if request.num_confirmed >= (request.num_registered + 1) * self.page_size:
                 self._register_pages(request)
         if request.finish_reason is not None:
@@ -243,21 +244,21 @@ class Scheduler:
 
         Returns how many were planned: all or, where there is no page, none.
         """
-        end = request.num_computed + count + request.drafts_in_flight
-        if drafts and -(-(end + drafts) // self.page_size) - len(request.pages) > self.pool.num_free:
-            drafts = 0  # nobody is preempted for drafts
-        end += drafts
+        start = request.num_computed
+        latest = start + request.drafts_in_flight
+        end = latest + count + drafts
+        if drafts and -(-end // self.page_size) - len(request.pages) > self.pool.num_free:
+            end, drafts = end - drafts, 0  # nobody is preempted for drafts
         if end > request.writable and not self._own_pages(plan, request, end):
             return 0
         sample = count == remaining and not request.only_scores
-        start = request.num_computed
-        latest = start + request.drafts_in_flight
         plan.add(PlanEntry(request, request.slot, start, count, sample, drafts, latest))
-        request.num_computed += count
+        request.num_computed = start + count
         request.num_in_flight += sample
         request.drafts_in_flight += drafts
-        self.policy.computed(request, start, start + count)
         request.steps_in_flight += 1
+        if self.policy.counts:
+            self.policy.computed(request, start, start + count)
         return count
 
     # ---- pages ----------------------------------------------------------------------------------------
