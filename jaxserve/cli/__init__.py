@@ -22,6 +22,7 @@ COMMANDS = {
     "convert": "write a model in another dtype or format",
     "info": "what an engine with these options is made of, without loading the model",
     "eval": "run an evaluation job, or compare two",
+    "batch": "answer a file of requests in OpenAI's batch format",
     "bench": "measure the engine",
 }
 

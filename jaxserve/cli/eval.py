@@ -1,6 +1,5 @@
 """`jaxserve eval`: run an evaluation job, or compare the results of two runs."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ def _data(given: list[str] | None) -> str | dict[str, str] | None:
 
 
 def _compare(options: Namespace) -> int:
-    from jaxserve.evaluation.html_report import page
+    from jaxserve.evaluation.html_report import write_report
     from jaxserve.evaluation.report import as_text, compare_paths
 
     if len(options.job) != 3:
@@ -66,9 +65,5 @@ def _compare(options: Namespace) -> int:
     report, runs = compare_paths(*options.job[1:], samples=options.samples, seed=options.seed)
     print(as_text(report))
     if options.output:
-        folder = Path(options.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
-        (folder / "compare.json").write_text(text, encoding="utf-8")
-        (folder / "compare.html").write_text(page(report, runs), encoding="utf-8")
+        write_report(Path(options.output), "compare", report, runs)
     return 0

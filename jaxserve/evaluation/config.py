@@ -14,6 +14,7 @@ from jaxserve.evaluation.metrics import METRICS_OF_KIND, Metric, metric_of
 from jaxserve.evaluation.postprocess import Postprocess
 from jaxserve.evaluation.templates import compiled_choices, compiled_template
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.config import DEMO_NAME
 from jaxserve.validation import check_names, is_integer, require
 
 KINDS = ("generate", "multiple_choice", "perplexity", "classification")
@@ -366,4 +367,4 @@ def _lines(node: yaml.Node, path: tuple):
 
 
 def _model_name(model: Any) -> str:
-    return re.sub(r"[^\w.\-]+", "-", Path(str(model)).name) if model else "SmolLM2-135M-Instruct"
+    return re.sub(r"[^\w.\-]+", "-", Path(str(model)).name) if model else DEMO_NAME

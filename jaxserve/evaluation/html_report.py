@@ -1,7 +1,9 @@
 """The HTML page of a report: scores with intervals, plots, comparisons, and every item's answers to look through."""
 
+import json
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,13 @@ const show=()=>{const kind=box.querySelector('select').value,text=box.querySelec
 box.querySelectorAll('details').forEach(d=>{const fits=kind=='all'||d.classList.contains(kind);
 d.hidden=!(fits&&(!text||d.textContent.toLowerCase().includes(text)))})};
 box.querySelector('select').onchange=show;box.querySelector('input').oninput=show})"""
+
+
+def write_report(folder: Path, name: str, report: dict[str, Any], runs: Sequence[Run]) -> None:
+    """The report as NAME.json and as NAME.html."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (folder / f"{name}.html").write_text(page(report, runs), encoding="utf-8", errors="replace")
 
 
 def page(report: dict[str, Any], runs: Sequence[Run]) -> str:

@@ -1,6 +1,5 @@
 """A job from its configuration to result files and a report. It may be stopped at any moment and run again."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,9 +7,9 @@ from typing import Any
 
 from jaxserve.evaluation.config import JobConfig, ModelEntry
 from jaxserve.evaluation.executors import Executor, LocalExecutor, RayExecutor
-from jaxserve.evaluation.html_report import page
+from jaxserve.evaluation.html_report import write_report
 from jaxserve.evaluation.report import Run, build_report
-from jaxserve.evaluation.results import ResultsFile
+from jaxserve.evaluation.results import ResultsFile, item_by_identity
 from jaxserve.evaluation.tasks import Task
 from jaxserve.evaluation.work import Work
 from jaxserve.progress import item_bar
@@ -38,8 +37,8 @@ class Job:
         key, path = (model.name, task.config.name), self.results_path(model.name, task.config.name)
         if overwrite:
             path.unlink(missing_ok=True)
-        self._identities[key] = [task.identity(item, model.engine) for item in task.items]
-        self._files[key] = ResultsFile(path, self._identities[key])
+        self._identities[key] = identities = [task.identity(item, model.engine) for item in task.items]
+        self._files[key] = ResultsFile(path, len(identities), item_by_identity(identities))
         return self._files[key]
 
     def results_path(self, model: str, task: str) -> Path:
@@ -68,7 +67,7 @@ class Job:
                 index, number = result.key
                 task = self.tasks[index]
                 item, key = task.items[number], (model.name, task.config.name)
-                self._files[key].append(task.line(item, self._identities[key][number], result))
+                self._files[key].append(number, task.line(item, self._identities[key][number], result))
                 bar.update()
         finally:
             executor.close()
@@ -91,9 +90,7 @@ class Job:
             for name in [task.config.name]
         ]
         report = build_report(runs, samples=self.config.bootstrap, seed=self.config.seed)
-        text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
-        (self._folder / "report.json").write_text(text, encoding="utf-8")
-        (self._folder / "report.html").write_text(page(report, runs), encoding="utf-8")
+        write_report(self._folder, "report", report, runs)
         return report
 
     def _lines(self, model: ModelEntry, task: Task) -> list[dict[str, Any]]:

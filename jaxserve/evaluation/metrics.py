@@ -133,7 +133,7 @@ def _confusion(labels: Sequence[str], answered: Answered) -> list[float]:
 
 
 def macro_f1(sums: np.ndarray) -> np.ndarray:
-    """The mean of the labels' F1, from confusion counts; a label that nowhere occurs counts as 0, as in scikit-learn."""
+    """The mean of the labels' F1, from confusion counts; a label that occurs nowhere counts as 0."""
     size = round(sums.shape[-1] ** 0.5)
     cells = sums.reshape(*sums.shape[:-1], size, size)
     hits = np.diagonal(cells, axis1=-2, axis2=-1)

@@ -8,9 +8,11 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from jaxserve.validation import is_integer, lone_surrogate
 
 SYNC_SECONDS = 1.0  # what a machine that loses power may lose
 
@@ -18,12 +20,12 @@ SYNC_SECONDS = 1.0  # what a machine that loses power may lose
 class ResultsFile:
     """Appends to one file, for one process at a time.
 
-    `identities` say for each item what its line must begin with ("item" among it); a line of another item, prompt
-    or setting makes the constructor raise ValueError with its number. Lines that are there are in `lines`, by item.
+    `count` items have a line each; `item_of` gives the number of a line's item and raises ValueError for a line that
+    is not of this job, which the constructor reports with file and line. Lines that are there are in `lines`, by item.
     """
 
-    def __init__(self, path: Path, identities: Sequence[Mapping[str, Any]]):
-        self.path, self._identities = path, identities
+    def __init__(self, path: Path, count: int, item_of: Callable[[dict[str, Any]], int]):
+        self.path, self._count, self._item_of = path, count, item_of
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab+")
         self._synced = time.monotonic()
@@ -52,35 +54,36 @@ class ResultsFile:
             self._note(number, line)
 
     def _note(self, number: int, line: bytes) -> None:
-        place = f"{self.path}: line {number}"
         try:
-            values = json.loads(line)
-            item = values["item"]
-            expected = self._identities[item] if item >= 0 else {}
-        except (ValueError, KeyError, TypeError, IndexError):
-            raise ValueError(f"{place}: this is no line of this job's results: {_ANOTHER}") from None
-        if item in self.lines:
-            raise ValueError(f"{place}: item {item} stands twice: {_ANOTHER}")
-        wrong = [name for name, value in expected.items() if values.get(name) != value]
-        if wrong or not expected:
-            what = "of another prompt" if "prompt_sha256" in wrong else "of other settings or another model"
-            raise ValueError(f"{place}: item {item} is {what}: {_ANOTHER}")
+            try:
+                values = json.loads(line)
+                item = self._item_of(values)
+            except (KeyError, TypeError):
+                raise ValueError("this is no line of this job's results") from None
+            if item in self.lines:
+                raise ValueError(f"item {item} stands twice")
+        except ValueError as error:
+            hint = "choose another output, or start over with --overwrite"
+            raise ValueError(f"{self.path}: line {number}: {error}: {hint}") from None
         self.lines[item], self._encoded[item] = values, line
 
     @property
     def missing(self) -> list[int]:
         """The items without a line, in order."""
-        return [item for item in range(len(self._identities)) if item not in self.lines]
+        return [item for item in range(self._count) if item not in self.lines]
 
-    def append(self, line: dict[str, Any]) -> None:
+    def append(self, item: int, line: dict[str, Any]) -> None:
         """Write an item's final line."""
-        encoded = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        text = json.dumps(line, ensure_ascii=False)
+        if lone_surrogate(text) is not None:  # from the data: written as JSON's escape
+            text = json.dumps(line)
+        encoded = text.encode() + b"\n"
         self._file.write(encoded)
         self._file.flush()
         if time.monotonic() - self._synced > SYNC_SECONDS:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()
-        self.lines[line["item"]], self._encoded[line["item"]] = line, encoded
+        self.lines[item], self._encoded[item] = line, encoded
 
     def finish(self) -> None:
         """Put the lines in item order, atomically. All must be there."""
@@ -100,7 +103,20 @@ class ResultsFile:
         self._file.close()
 
 
-_ANOTHER = "choose another output folder, or start over with --overwrite"
+def item_by_identity(identities: Sequence[Mapping[str, Any]]) -> Callable[[dict[str, Any]], int]:
+    """The `item_of` of items whose lines begin with these values, "item" and "prompt_sha256" among them."""
+
+    def item_of(line: dict[str, Any]) -> int:
+        item = line["item"]
+        if not is_integer(item) or not 0 <= item < len(identities):
+            raise ValueError(f"item {item!r}: there are {len(identities)} items")
+        wrong = [name for name, value in identities[item].items() if line.get(name) != value]
+        if wrong:
+            what = "of another prompt" if "prompt_sha256" in wrong else "of other settings or another model"
+            raise ValueError(f"item {item} is {what}")
+        return item
+
+    return item_of
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -110,7 +126,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
-    for number, text in enumerate(content.splitlines(), 1):
+    for number, text in enumerate(content.removesuffix("\n").split("\n"), 1):
         try:
             line = json.loads(text)
             lines.append((line["item"], line))

@@ -235,7 +235,7 @@ def _position(target: str, answers: Sequence[str], kind: str) -> int:
 
 def _digest(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _seed(seed: int, task: str, index: int) -> int:
