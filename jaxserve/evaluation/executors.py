@@ -1,9 +1,9 @@
 """Who does a job's work: an engine in this process, or actors of a Ray cluster that each have one."""
 
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 from jaxserve.config import EngineConfig
 from jaxserve.evaluation.extras import optional
@@ -12,12 +12,16 @@ from jaxserve.evaluation.work import Result, Work
 MAX_LOSSES = 8  # actors that may be lost, one after the other, before the job gives up
 
 
-class Executor(Protocol):
-    """Runs items and yields each one's result once, as they finish. `close` gives everything back."""
+class Executor(ABC):
+    """Where items are computed."""
 
-    def run(self, works: Iterable[Work]) -> Iterator[Result]: ...
+    @abstractmethod
+    def run(self, works: Iterable[Work]) -> Iterator[Result]:
+        """Each item's result once, as they finish."""
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back."""
 
 
 def items_at_once(config: EngineConfig) -> int:
@@ -25,7 +29,7 @@ def items_at_once(config: EngineConfig) -> int:
     return 2 * config.max_num_seqs
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """One engine in this process."""
 
     def __init__(self, config: EngineConfig):
@@ -49,7 +53,7 @@ class LocalExecutor:
         self._engine.close()
 
 
-class RayExecutor:
+class RayExecutor(Executor):
     """Actors with an engine each. Items of an actor that is lost are run again by the others."""
 
     def __init__(self, config: EngineConfig, num_actors: int, address: str | None = None):
