@@ -249,11 +249,11 @@ def run_batch(
 def _computed(lines: list[BatchLine], missing: list[int], config: EngineConfig) -> Iterator[tuple[int, dict[str, Any]]]:
     if not missing:
         return
-    from jaxserve.engine import Engine  # JAX is loaded when the files are known to be right
+    from jaxserve.llm import LLM  # JAX is loaded when the files are known to be right
 
-    with Engine(config) as engine:
+    with LLM(config=config) as llm:
         wanted = iter([(number, lines[number]) for number in missing])
-        yield from BatchEngine(engine, str(config.model or DEMO_NAME)).answers(wanted, items_at_once(config))
+        yield from BatchEngine(llm.engine, str(config.model or DEMO_NAME)).answers(wanted, items_at_once(config))
 
 
 def _number(values: dict[str, Any], numbers: dict[str, int]) -> int:

@@ -33,11 +33,11 @@ class LocalExecutor(Executor):
     """One engine in this process."""
 
     def __init__(self, config: EngineConfig):
-        from jaxserve.engine import Engine  # here and not above: a wrong job is found before JAX is loaded
-        from jaxserve.evaluation.worker import Worker
+        from jaxserve.evaluation.worker import Worker  # here and not above: a wrong job is found before JAX is loaded
+        from jaxserve.llm import LLM
 
-        self._engine = Engine(config)
-        self.worker = Worker(self._engine)
+        self._llm = LLM(config=config)
+        self.worker = Worker(self._llm.engine)
         self._most = items_at_once(config)
 
     def run(self, works: Iterable[Work]) -> Iterator[Result]:
@@ -50,7 +50,7 @@ class LocalExecutor(Executor):
             new = _some(waiting, self._most - open_items)
 
     def close(self) -> None:
-        self._engine.close()
+        self._llm.close()
 
 
 class RayExecutor(Executor):
