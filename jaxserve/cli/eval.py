@@ -16,7 +16,7 @@ def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("job", nargs="+", type=str, help=ANY_NUMBER)
     add("--output", type=str, help="the folder of the results; with compare, the folder for the report")
-    add("--data", type=list[str], help="a path in place of a task's data: PATH, or TASK=PATH (as a list for several)")
+    add("--data", type=str, help="a file in place of the task's: PATH, or TASK=PATH,TASK=PATH for several tasks")
     add("--limit", type=int, help="the first so many items of each task")
     add("--engine", type=dict[str, Any], help="engine options for all models, as a dict or one by one")
     add("--overwrite", action="store_true", help="start over, where results of another job are in the way")
@@ -44,14 +44,13 @@ def run(options: Namespace) -> int:
     return 1 if any(result["num_failed"] for task in report["tasks"] for result in task["results"]) else 0
 
 
-def _data(given: list[str] | None) -> str | dict[str, str] | None:
+def _data(given: str | None) -> str | dict[str, str] | None:
     """One path, or paths by task."""
-    if not given:
-        return None
-    if len(given) == 1 and "=" not in given[0]:
-        return given[0]
-    require(all("=" in part for part in given), "data", given, "one path, or TASK=PATH for each")
-    return dict(part.split("=", 1) for part in given)
+    if given is None or "=" not in given:
+        return given
+    parts = given.split(",")
+    require(all("=" in part for part in parts), "data", given, "one path, or TASK=PATH for each task")
+    return dict(part.split("=", 1) for part in parts)
 
 
 def _compare(options: Namespace) -> int:

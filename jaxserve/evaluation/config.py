@@ -274,6 +274,10 @@ class _Parser:
             values["output"] = f"results/{self.file.stem}"
         values["models"] = self._models(raw)
         tasks = self._list(raw, "tasks")
+        given, known = self.overrides.get("data"), [task.get("name") for task in tasks if isinstance(task, Mapping)]
+        wrong = [name for name in given if name not in known] if isinstance(given, Mapping) else []
+        if wrong:
+            raise ConfigError(f"data: {wrong[0]!r}: there is no such task in {self.file}")
         values["tasks"] = tuple(self._task(task, ("tasks", index), len(tasks)) for index, task in enumerate(tasks))
         return self._build(JobConfig, values, ())
 
