@@ -3,6 +3,7 @@
 import json
 import math
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from evaluation_tools import ENGINE
 
 from jaxserve import SamplingParams
 
+GOLDENS = Path(__file__).parent.parent / "goldens"
 lm_eval_model = pytest.importorskip("jaxserve.evaluation.lm_eval_model")
 
 
@@ -109,3 +111,33 @@ def test_a_whole_task(lm, tmp_path):
     results = found["results"]["local_task"]
     assert (results["acc,none"], results["acc_norm,none"]) == pytest.approx((right / 6, norm / 6))
     assert math.isfinite(results["acc,none"])
+
+
+@pytest.mark.slow  # the demo model, in float32
+def test_scores_are_those_of_the_harnesss_hf_class(monkeypatch, tmp_path):
+    """On local tasks: the same scores, texts and, within 1e-3, log-likelihoods."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(GOLDENS)
+    from make_lm_eval_goldens import evaluated
+
+    made = []
+
+    def make_model(max_length):
+        for lm in made:
+            lm.llm.close()
+        options = {"dtype": "float32", "max_num_seqs": 16, "deterministic": False, "num_pages": 512}
+        made.append(lm_eval_model.JaxserveLM(max_length=max_length, **options))
+        return made[-1]
+
+    found = evaluated(make_model)
+    made[-1].llm.close()
+    for task, golden in json.loads((GOLDENS / "lm_eval.json").read_text()).items():
+        assert found[task]["scores"] == pytest.approx(golden["scores"], rel=1e-4), task
+        for ours, theirs in zip(found[task]["responses"], golden["responses"], strict=True):
+            if task == "example_arithmetic":
+                assert ours == theirs
+                continue
+            for [mine], [other] in zip(ours, theirs, strict=True):
+                one, two = (value if isinstance(value, float) else value[0] for value in (mine, other))
+                assert float(one) == pytest.approx(float(two), abs=1e-3), task
