@@ -50,7 +50,7 @@ class DataConfig:
     def __post_init__(self):
         for name in ("path", "dataset", "subset", "split"):
             value = getattr(self, name)
-            valid = value is None or (isinstance(value, str) and value)
+            valid = value is None or (isinstance(value, str) and value != "")
             require(valid, name, value, "a text that is not empty")
         if (self.path is None) == (self.dataset is None):
             raise ValueError("path: a file must be given as path, or a dataset as dataset, and not both")
@@ -131,8 +131,8 @@ class TaskConfig:
     limit: int | None = None
 
     def __post_init__(self):
-        valid = isinstance(self.name, str) and _NAME.fullmatch(self.name)
-        require(bool(valid), "name", self.name, "a word of letters, digits, '-', '_' and '.'")
+        valid = isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None
+        require(valid, "name", self.name, "a word of letters, digits, '-', '_' and '.'")
         require(self.kind in KINDS, "kind", self.kind, f"one of {', '.join(KINDS)}")
         require(isinstance(self.data, DataConfig), "data", self.data, "a file's path or a dict")
         require(isinstance(self.chat, bool), "chat", self.chat, "True or False")

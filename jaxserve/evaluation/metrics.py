@@ -52,7 +52,7 @@ class Metric:
 
 def mean_of(sums: np.ndarray) -> np.ndarray:
     """The mean of items with the vectors (value, 1)."""
-    return sums[..., 0] / sums[..., 1]
+    return np.asarray(sums[..., 0] / sums[..., 1])
 
 
 # ---- texts ------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def macro_f1(sums: np.ndarray) -> np.ndarray:
     cells = sums.reshape(*sums.shape[:-1], size, size)
     hits = np.diagonal(cells, axis1=-2, axis2=-1)
     both = cells.sum(-1) + cells.sum(-2)
-    return np.where(both > 0, 2 * hits / np.maximum(both, 1), 0.0).mean(-1)
+    return np.asarray(np.where(both > 0, 2 * hits / np.maximum(both, 1), 0.0).mean(-1))
 
 
 # ---- perplexity -------------------------------------------------------------------------------------------
@@ -149,11 +149,11 @@ def _rate_vector(unit: str, answered: Answered) -> tuple[float, float]:
 
 
 def _perplexity(sums: np.ndarray) -> np.ndarray:
-    return np.exp(-mean_of(sums))
+    return np.asarray(np.exp(-mean_of(sums)))
 
 
 def _bits(sums: np.ndarray) -> np.ndarray:
-    return -mean_of(sums) / np.log(2)
+    return np.asarray(-mean_of(sums) / np.log(2))
 
 
 # ---- by name ----------------------------------------------------------------------------------------------

@@ -58,12 +58,13 @@ def test_rolling_loglikelihoods(lm):
 
 
 def test_generation(lm):
-    until = lm.llm.generate("Hello", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+    on = {"ignore_eos": True}
+    until = lm.llm.generate("Hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0].text
     stop = until[3:5]
     found = lm.generate_until(
         requests(
-            ("Hello", {"until": [], "max_gen_toks": 8, "do_sample": False, "temperature": 0.7}),
-            ("Hello", {"until": [stop], "max_new_tokens": 8}),
+            ("Hello", {"until": [], "max_gen_toks": 8, "do_sample": False, "temperature": 0.7, **on}),
+            ("Hello", {"until": [stop], "max_new_tokens": 8, **on}),
             ("Hello" + "x" * 200, {"until": stop, "max_gen_toks": 4}),
         )
     )
