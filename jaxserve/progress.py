@@ -42,3 +42,13 @@ def print_compiled(done: int, total: int, name: str) -> None:
     """One line that rewrites itself on a terminal, a line for each program elsewhere."""
     start, end = ("\r", "\n" if done == total else "") if sys.stderr.isatty() else ("", "\n")
     print(f"{start}jaxserve: compiled {done}/{total} {name:<24}", end=end, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def item_bar(items: int, done: int, show: bool | None) -> Iterator:
+    """A bar over a job's items, `done` of them from an earlier run; it shows the rate and the time left."""
+    from tqdm import tqdm
+
+    disable = None if show is None else not show
+    with tqdm(total=items, initial=done, unit="item", dynamic_ncols=True, disable=disable) as bar:
+        yield bar

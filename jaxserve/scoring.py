@@ -56,11 +56,14 @@ def _several(texts: Text | Sequence[Text], field: str) -> list[Text]:
 
 
 @no_type_check
-def split_tokens(prompt: Text, continuation: Text, tokenizer: Tokenizer | None) -> tuple[list[int], int]:
+def split_tokens(
+    prompt: Text, continuation: Text, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True
+) -> tuple[list[int], int]:
     """The tokens of prompt and continuation together, and where the continuation begins.
 
     Texts are encoded together, since a token may depend on what follows; white space at the prompt's end counts
     to the continuation, as tokenizers put it in front of a word (the way of EleutherAI's evaluation harness).
+    `add_special_tokens` False is for prompts that hold their own, as a chat template writes them.
     """
     if isinstance(prompt, str) != isinstance(continuation, str):
         raise ValueError("continuations: prompt and continuation must both be texts or both be token ids")
@@ -71,8 +74,8 @@ def split_tokens(prompt: Text, continuation: Text, tokenizer: Tokenizer | None) 
     else:
         kept = prompt.rstrip()
         prompt, continuation = kept, prompt[len(kept) :] + continuation
-        ids = tokenizer.encode(prompt + continuation)
-        start = len(tokenizer.encode(prompt))
+        ids = tokenizer.encode(prompt + continuation, add_special_tokens=add_special_tokens)
+        start = len(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         if not prompt and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
             start, ids = 1, [tokenizer.bos_token_id, *ids]  # something must stand before the first token
     if start < 1:

@@ -8,6 +8,7 @@ from jaxserve.validation import is_integer, is_number, require
 
 LOG_FORMATS = ("text", "json")
 RUN_IN = ("thread", "process")
+DEMO_NAME = "SmolLM2-135M-Instruct"  # what the demo model is called
 
 
 @no_type_check  # it checks itself: the tests' type checker would come first with another error

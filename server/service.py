@@ -19,7 +19,7 @@ from jaxserve.messages import EngineDeadError
 from jaxserve.outputs import RequestOutput
 from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.config import ServerConfig
+from jaxserve.server.config import DEMO_NAME, ServerConfig
 from jaxserve.server.errors import ApiError
 from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from jaxserve.text.chat_template import ChatTemplate
@@ -27,7 +27,6 @@ from jaxserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("jaxserve.server")
 
-DEMO_NAME = "SmolLM2-135M-Instruct"
 RED_SECONDS = 2.0  # how long /health tells of a dead engine before the server ends
 
 METRICS_SECONDS = 2.0

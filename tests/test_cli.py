@@ -189,8 +189,9 @@ def readme_blocks():
     return re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_options_in_the_readme_exist(capsys, no_model, monkeypatch):
+def test_options_in_the_readme_exist(capsys, no_model, monkeypatch, tmp_path):
     """The commands of the README's code blocks parse; they are stopped where the model would be loaded."""
+    monkeypatch.chdir(tmp_path)  # where `eval` puts its results
     converted = []
     monkeypatch.setattr("jaxserve.checkpoint.convert.convert", lambda *given, **options: converted.append(given))
 

@@ -7,38 +7,27 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.serving import ServingReport
+from jaxserve.html_page import document, table
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 420, 220, 44, 28
-_STYLE = """body{font:15px system-ui,sans-serif;max-width:960px;margin:2em auto;color:#222}
-table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .8em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}svg{margin:.5em}.line{fill:none;stroke:#2463a6;stroke-width:1.8}
-.axis{stroke:#888}text{font-size:11px;fill:#444}figure{display:inline-block;margin:0}figcaption{text-align:center}"""
 
 
 def page(reports: Sequence[ServingReport], settings: dict[str, Any]) -> str:
     """The whole document. `settings` say what was run."""
-    rows = "".join(
-        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>" for name, value in settings.items()
-    )
     body = "".join(_section(report) for report in reports)
-    head = f"<meta charset='utf-8'><title>jaxserve bench serve</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html><head>{head}</head><body><h1>Serving</h1><table>{rows}</table>{body}</body></html>\n"
+    return document("jaxserve bench serve", f"<h1>Serving</h1>{table(settings.items())}{body}")
 
 
 def _section(report: ServingReport) -> str:
     columns = ("mean", "p50", "p90", "p99")
-    head = "".join(f"<th>{column}</th>" for column in columns)
-    rows = ""
-    for name in report.series:
-        found = report.percentiles(name)
-        rows += (
-            f"<tr><td>{name}, ms</td>"
-            + "".join(f"<td>{found.get(c, float('nan')):.1f}</td>" for c in columns)
-            + "</tr>"
-        )
+    found = {name: report.percentiles(name) for name in report.series}
+    rows = [
+        (f"{name}, ms", *(f"{values.get(column, float('nan')):.1f}" for column in columns))
+        for name, values in found.items()
+    ]
     plots = "".join(_figure(name, values) for name, values in report.series.items() if values)
     summary = escape(str(report).split("\n  milliseconds")[0])
-    return f"<h2>{escape(report.name)}</h2><pre>{summary}</pre><table><tr><th></th>{head}</tr>{rows}</table>{plots}"
+    return f"<h2>{escape(report.name)}</h2><pre>{summary}</pre>{table(rows, ('', *columns))}{plots}"
 
 
 def _figure(name: str, values: Sequence[float]) -> str:

@@ -21,6 +21,8 @@ COMMANDS = {
     "serve": "answer HTTP requests as OpenAI's API does",
     "convert": "write a model in another dtype or format",
     "info": "what an engine with these options is made of, without loading the model",
+    "eval": "run an evaluation job, or compare two",
+    "batch": "answer a file of requests in OpenAI's batch format",
     "bench": "measure the engine",
 }
 

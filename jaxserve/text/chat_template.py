@@ -75,6 +75,11 @@ class ChatTemplate:
         ids = self._tokenizer.encode(text, add_special_tokens=False, field="messages")
         return {"prompt": text, "prompt_token_ids": ids}
 
+    @property
+    def source(self) -> str | None:
+        """The model's own template; None if it has none."""
+        return self._renderer.chat_template
+
     @cached_property
     def _renderer(self):
         """The transformers tokenizer that knows the template and the special tokens it may name."""
