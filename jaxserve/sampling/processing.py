@@ -1,7 +1,7 @@
 """What requests ask of their logits before the sampler: masks, biases, bad words, min_tokens, penalties.
 
-In vLLM's order. Everything is computed from the slot's tables and its token history, so there are no counts to
-keep and nothing to restore after a preemption. A row's logits do not depend on the other rows, and for a row
+With the results of vLLM's order. Everything is computed from the slot's tables and its token history, so there are no
+counts to keep and nothing to restore after a preemption. A row's logits do not depend on the other rows, and for a row
 that asks for nothing they do not change (x / 1, x * 1, x - 0 and x + 0 are exact).
 """
 
@@ -98,15 +98,22 @@ def process(
     early = real & (positions < take(state.min_length))
     prompt_length = take(state.prompt_length)
 
-    def masked() -> tuple[Array, Array]:
-        changed = logits
+    def shifted() -> Array:
         with jax.named_scope("bias"):
-            add = lambda: changed + jnp.where(biased[:, None], take(state.bias), jnp.float32(0))
-            changed = where_asked(jnp.any(biased), add, lambda: changed)
+            add = lambda: logits + jnp.where(biased[:, None], take(state.bias), jnp.float32(0))
+            changed = where_asked(jnp.any(biased), add, lambda: logits)
+        with jax.named_scope("penalties"):
+            length = jnp.where(penalised, positions, 0)
+            chunk = _CHUNK if branches else history.shape[1]
+            count = lambda: _occurrences(history, slots, prompt_length, length, logits.shape[1], chunk)
+            penalise = lambda: _penalties(changed, count(), *penalties)
+            return where_asked(jnp.any(penalised), penalise, lambda: changed)
+
+    def masked() -> tuple[Array, Array]:
         with jax.named_scope("bad_words"):
             words = lambda: (take(state.bad_words), num_bad_words)
-            banned = lambda: _bad_words(changed, *words(), slots, history, positions, prompt_length)
-            changed = where_asked(jnp.any(num_bad_words > 0), banned, lambda: changed)
+            banned = lambda: _bad_words(kept, *words(), slots, history, positions, prompt_length)
+            changed = where_asked(jnp.any(num_bad_words > 0), banned, lambda: kept)
         with jax.named_scope("min_tokens"):
             ids = jnp.where(early[:, None], take(state.stop_ids), logits.shape[1])
             changed = _forbid(changed, ids)
@@ -114,15 +121,11 @@ def process(
         stand_in = jnp.where(alive, logits.shape[1], 0)[:, None]
         return changed.at[lax.iota(jnp.int32, len(real))[:, None], stand_in].set(0, mode="drop"), alive
 
-    def penalise() -> Array:
-        length = jnp.where(penalised, positions, 0)
-        chunk = _CHUNK if branches else history.shape[1]
-        return _penalties(kept, _occurrences(history, slots, prompt_length, length, logits.shape[1], chunk), *penalties)
-
     with jax.named_scope("process_logits"):
+        # What is forbidden stays so under penalties, so it may come last, in place, when the counts are gone.
+        kept = where_asked(jnp.any(biased | penalised), shifted, lambda: logits)
         masks = biased | (num_bad_words > 0) | early
-        kept, alive = where_asked(jnp.any(masks), masked, lambda: (logits, jnp.ones_like(real)))
-        return Processed(where_asked(jnp.any(penalised), penalise, lambda: kept), alive)
+        return Processed(*where_asked(jnp.any(masks), masked, lambda: (kept, jnp.ones_like(real))))
 
 
 def _forbid(logits: Float32[Array, "rows vocab"], ids: Int32[Array, "rows n"]) -> Float32[Array, "rows vocab"]:
