@@ -32,7 +32,7 @@ def allowed_temporary(case: Case) -> int:
     stream and its norm, the fused products, queries and results by head, the gated product."""
     config = ModelConfig.from_hf(MODELS[case.model])
     if case.program in ("head", "greedy_head", "score", "score_all"):
-        forms = {"head": 3, "score_all": 2}.get(case.program, 1) if case.bucket > 64 else 1
+        forms = 3 if case.program == "head" and case.bucket > 64 else 1
         return 64 * MIB + forms * 4 * case.bucket * config.vocab_size
     if case.bucket <= 64:
         return 64 * MIB

@@ -3,7 +3,7 @@
 Correctness first: each kernel against its definition, and the bits of a row wherever it stands. Then speed, beside
 what the device reaches with plain copies and products, its data sheet and its libraries. Needs JAX, Flax, NumPy and
 jaxtyping, no network and no weights. Each figure is printed when it is there; then one table, and JSON with --json.
-Most of the time goes into compiling some 170 programs; what has not begun after --limit seconds is not run, and failed.
+Most of the time goes into compiling some 200 programs; what has not begun after --limit seconds is not run, and failed.
 
 `--interpret` runs every section on the CPU with tiny shapes and interpreted kernels: its times mean nothing.
 """
