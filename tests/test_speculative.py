@@ -111,9 +111,7 @@ def test_a_draft_model_changes_nothing(expected, requests, changes, options):
 
 def test_a_draft_model_follows_cached_prefixes_and_branches():
     """Pages found in the cache and copied ones hold the draft model's keys and values, too: it goes on agreeing."""
-    with tiny_engine(
-        speculative_config={**MODEL, "length_control": "fixed"}, draft_decoder=tiny_decoder()
-    ) as engine:
+    with tiny_engine(speculative_config={**MODEL, "length_control": "fixed"}, draft_decoder=tiny_decoder()) as engine:
         prompt = [(7 * i) % 50 + 10 for i in range(60)]
         params = SamplingParams(max_tokens=30, temperature=0.8, seed=3, n=3)
         for _ in range(2):
