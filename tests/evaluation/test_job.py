@@ -325,7 +325,7 @@ def killed_and_continued(model, folder, finished_file, kills, seed):
     for _ in range(kills):
         before = file.read_bytes() if file.exists() else b""
         wanted = before.count(b"\n") + source.randint(0, 12)
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and (file.read_bytes() if file.exists() else b"").count(b"\n") <= wanted:
             time.sleep(0.002)
         time.sleep(source.random() * 0.02)
