@@ -173,7 +173,11 @@ class TaskConfig:
             require(valid and len(set(labels)) == len(labels), "labels", labels, "two or more different texts")
             object.__setattr__(self, "labels", tuple(labels))
         require(isinstance(self.sampling, Mapping), "sampling", self.sampling, "a dict of sampling parameters")
-        require(self.params().n == 1, "sampling", dict(self.sampling), "without n: there is one answer per item")
+        try:
+            params = self.params()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"sampling: {error}") from None
+        require(params.n == 1, "sampling", dict(self.sampling), "without n: there is one answer per item")
         Postprocess.parse(self.postprocess)
         given = METRICS_OF_KIND[self.kind][:1] if self.metrics is None else self.metrics
         valid = isinstance(given, list | tuple) and len(given) > 0

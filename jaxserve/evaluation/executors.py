@@ -4,6 +4,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from jaxserve.config import EngineConfig
 from jaxserve.evaluation.extras import optional
@@ -42,12 +43,12 @@ class LocalExecutor(Executor):
 
     def run(self, works: Iterable[Work]) -> Iterator[Result]:
         waiting, open_items = iter(works), 0
-        new = _some(waiting, self._most)
+        new = list(islice(waiting, self._most))
         while new or open_items:
             done = self.worker.advance(new)
             open_items += len(new) - len(done)
             yield from done
-            new = _some(waiting, self._most - open_items)
+            new = list(islice(waiting, self._most - open_items))
 
     def close(self) -> None:
         self._llm.close()
@@ -123,8 +124,3 @@ class _Actor:
 
     def pid(self) -> int:
         return os.getpid()
-
-
-def _some(waiting: Iterator[Work], most: int) -> list[Work]:
-    """The next items, at most so many."""
-    return [work for work, _ in zip(waiting, range(most), strict=False)]

@@ -43,7 +43,7 @@ WRONG = {
     "bad value": (completion("w1", "Hi", temperature=-1), 400, "temperature=-1.0"),
     "bad type": (completion("w2", 5), 400, "prompt: "),
     "unknown": (completion("w3", "Hi", max_token=3), 400, "max_token: unknown field (did you mean 'max_tokens'?)"),
-    "too long": (completion("w4", "x" * 200), 400, "prompt: 200 tokens: must be at most"),
+    "too long": (completion("w4", "x" * 200), 400, "prompt: 200 tokens: must be fewer"),
     "stream": (completion("w5", "Hi", stream=True), 400, "stream: it must be left out in a batch"),
     "empty chat": (request("w6", {"messages": []}, "/v1/chat/completions"), 400, "messages="),
     "url": (request("w7", {"input": "Hi"}, "/v1/embeddings"), None, "url='/v1/embeddings'"),

@@ -121,12 +121,12 @@ def test_wrong_data(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": "{{ q }}"}, "line 1: task choosing: target='number 0': target must be a letter from A to B"),
-        ({"target": "2"}, "line 1: task choosing: target='2': target must be a letter from A to B or a number"),
-        ({"choices": "option"}, "line 1: task choosing: choices: 'option' is undefined"),
-        ({"choices": "q"}, "line 1: task choosing: choices='number 0': choices must be two texts or more"),
+        ({"target": "{{ q }}"}, r"line \d: task choosing: target='number 0': target must be a letter from A to B"),
+        ({"target": "2"}, r"line \d: task choosing: target='2': target must be a letter from A to B or a number"),
+        ({"choices": "option"}, r"line \d: task choosing: choices: 'option' is undefined"),
+        ({"choices": "q"}, r"line \d: task choosing: choices='number 0': choices must be two texts or more"),
         ({"choices": "options +"}, "job.yaml: line .*: tasks.0..choices: choices: "),
-        ({"prompt": "{{ '' }}"}, "line 1: task choosing: prompt: it is empty"),
+        ({"prompt": "{{ '' }}"}, r"line \d: task choosing: prompt: it is empty"),
         ({"fewshot": {"num": 10}}, "task choosing: fewshot.num=10: there are 10 data lines"),
         ({"fewshot": {"num": 1, "target": "{{ x }}"}}, "task choosing: fewshot.target: 'x' is undefined"),
     ],

@@ -58,5 +58,5 @@ def test_broken_files(tmp_path):
     with pytest.raises(ValueError, match=r"a\.parquet: no Parquet: "):
         read_rows(DataConfig(path=str(tmp_path / "a.parquet")))
     (tmp_path / "a.csv").write_text('q,a\n"open,1\n')
-    with pytest.raises(ValueError, match=r"a\.csv: line 2: no CSV: "):
+    with pytest.raises(ValueError, match=r"a\.csv: line 1: no CSV: "):
         read_rows(DataConfig(path=str(tmp_path / "a.csv")))

@@ -120,6 +120,20 @@ def test_perplexity_scores_every_token_but_the_first_once(finished, llm):
     assert scores_of(finished[2], "texts")["perplexity"]["value"] == pytest.approx(math.exp(-total / count))
 
 
+def test_scoring_generates_nothing_and_examples_come_from_the_cache(model, tmp_path, llm):
+    job = load_job(write_job(tmp_path, model, CHOICE))
+    task, worker, before = Task(job.tasks[0], job), Worker(llm.engine), llm.stats()
+    results = worker.advance([task.work(item.index, item) for item in task.items])
+    while worker.num_open:
+        results += worker.advance()
+    after = llm.stats()
+    assert sorted(result.key for result in results) == list(range(10))
+    assert after["generation_tokens"] == before["generation_tokens"]
+    examples = min(item.prompt.rindex("Q:") for item in task.items) // 16 * 16  # characters are tokens, 16 a page
+    num_requests = sum(len(item.answers) for item in task.items)
+    assert after["prefix_cache_hits"] - before["prefix_cache_hits"] >= examples * (num_requests - 3 * 4)
+
+
 @pytest.mark.parametrize(("length", "window", "stride"), [(2, 8, 4), (8, 8, 4), (9, 8, 4), (100, 8, 7), (61, 16, 1)])
 def test_windows_cover_a_text(length, window, stride):
     ids, seen = list(range(length)), []
@@ -311,7 +325,7 @@ def killed_and_continued(model, folder, finished_file, kills, seed):
     for _ in range(kills):
         before = file.read_bytes() if file.exists() else b""
         wanted = before.count(b"\n") + source.randint(0, 12)
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and (file.read_bytes() if file.exists() else b"").count(b"\n") <= wanted:
             time.sleep(0.002)
         time.sleep(source.random() * 0.02)

@@ -2,7 +2,8 @@
 
 import json
 import math
-from importlib.metadata import entry_points
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from evaluation_tools import ENGINE
 
 from jaxserve import SamplingParams
+from jaxserve.evaluation import harness
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 lm_eval_model = pytest.importorskip("jaxserve.evaluation.lm_eval_model")
@@ -27,8 +29,15 @@ def requests(*arguments):
 
 
 def test_it_is_registered_by_entry_point():
-    [found] = [entry for entry in entry_points(group="lm_eval.models") if entry.name == "jaxserve"]
-    assert found.load() is lm_eval_model.JaxserveLM
+    from lm_eval.api.registry import get_model
+
+    project = tomllib.loads((GOLDENS.parent.parent / "pyproject.toml").read_text())["project"]
+    [(name, value)] = project["entry-points"]["lm_eval.models"].items()
+    assert name == "jaxserve"
+    assert EntryPoint(name, value, "lm_eval.models").load() is lm_eval_model.JaxserveLM
+    harness.register()
+    harness.register()
+    assert get_model("jaxserve") is lm_eval_model.JaxserveLM
     assert lm_eval_model.JaxserveLM.__abstractmethods__ == frozenset()
 
 

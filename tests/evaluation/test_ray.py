@@ -11,7 +11,10 @@ from evaluation_tools import CHOICE, GENERATE, TEXTS, lines_of, run_job, without
 from jaxserve.evaluation import executors, job
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow  # a cluster and three engines to start
+pytestmark = [
+    pytest.mark.slow,  # a cluster and three engines to start
+    pytest.mark.filterwarnings("ignore:os.fork"),  # JAX is loaded here before Ray starts its processes
+]
 
 
 def test_an_actor_is_lost_and_the_results_are_the_same(model, tmp_path, monkeypatch):
