@@ -20,10 +20,10 @@ FAMILY_ALPHA = 1e-3
 VOCAB, LENGTH, TRIALS = 4, 3, 1500
 PROMPT = [1, 2, 3, 0, 2, 1, 2]
 KINDS = [
-    {"temperature": 0.7},
-    {"temperature": 1.3, "top_k": 3, "top_p": 0.8},
-    {"frequency_penalty": 0.9, "presence_penalty": -0.4},
-    {"allowed_token_ids": [0, 2, 3], "temperature": 1.5},
+    {"temperature": 2.0},
+    {"temperature": 2.5, "top_k": 3, "top_p": 0.9},
+    {"frequency_penalty": 0.9, "presence_penalty": -0.4, "temperature": 1.5},
+    {"allowed_token_ids": [0, 2, 3], "temperature": 3.0},
 ]
 SIZES = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "num_pages": 64, "max_model_len": 32}
 METHODS = {

@@ -14,6 +14,8 @@ Greedy rows go by agreement under either rule, and a row without a draft behind 
 numbers come from (seed, position, purpose), so nothing depends on the other rows.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +43,8 @@ def verify_draft(
     """The token that each row yields if it is reached; junk for the others.
 
     `positions` are those of the yielded tokens. `draft_logits` None says that the proposer had no choice; only
-    `rejection` looks at them. `candidates` is the sampler's: it changes the cost, not the tokens.
+    `rejection` looks at them. `candidates` is the sampler's: it changes the cost, not the tokens (0 judges all rows at
+    once, those behind a wrong draft, too).
     """
     check_rule(rule)
     with jax.named_scope("verify_draft"):
@@ -51,10 +54,9 @@ def verify_draft(
         judged = behind.exists & (rows.temperature >= COLDEST)
         idle = rows._replace(temperature=jnp.where(judged, jnp.float32(0), rows.temperature))
         tokens = sample(logits, idle, positions, candidates=candidates)
-        judge = lambda: _judge_in_turn(
-            logits, rows, positions, drafts.number, NextDraft(judged, behind.token), draft_logits, tokens, candidates
-        )
-        return lax.cond(jnp.any(judged), judge, lambda: tokens)
+        judge = _judge_in_turn if candidates else _judge_together
+        case = Judged(logits, rows, positions, drafts.number, NextDraft(judged, behind.token), draft_logits)
+        return lax.cond(jnp.any(judged), lambda: judge(case, tokens, candidates), lambda: tokens)
 
 
 def check_rule(rule: str) -> None:
@@ -62,39 +64,56 @@ def check_rule(rule: str) -> None:
     require(rule in RULES, "rule", rule, f"one of {RULES}")
 
 
-def _judge_in_turn(logits, rows, positions, number, judged: NextDraft, draft_logits, tokens, candidates: int):
+class Judged(NamedTuple):
+    """Rows behind some of which a sampled row's draft stands."""
+
+    logits: Float32[Array, "rows vocab"]
+    rows: SamplingRows
+    positions: Int32[Array, " rows"]
+    number: Int32[Array, " rows"]
+    next: NextDraft
+    draft_logits: DraftLogits | None
+
+
+def _judge_in_turn(case: Judged, tokens: Int32[Array, " rows"], candidates: int) -> Int32[Array, " rows"]:
     """`tokens` with those of the judged rows, one row after the other up to a run's first wrong draft: what is in
     memory is the distributions of one row, and the cost goes by the drafts that are looked at."""
-    q_rows = None if draft_logits is None else draft_logits.next_row()
+    q_rows = None if case.draft_logits is None else case.draft_logits.next_row()
 
     def turn(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         tokens, right = carry
-        right |= number[index] == 0
+        right |= case.number[index] == 0
 
         def judge() -> tuple[Array, Array]:
             own = lambda leaf: lax.dynamic_slice_in_dim(leaf, index, 1)
-            q_logits = None if q_rows is None else lax.dynamic_slice_in_dim(draft_logits.logits, q_rows[index], 1)
-            draft = own(judged.token)
-            token = _judge(own(logits), q_logits, jax.tree.map(own, rows), own(positions), draft, candidates)
-            return lax.dynamic_update_slice(tokens, token, (index,)), right & (token == draft)[0]
+            q_logits = None if q_rows is None else lax.dynamic_slice_in_dim(case.draft_logits.logits, q_rows[index], 1)
+            one = jax.tree.map(own, case._replace(draft_logits=None))
+            token = _judge(one, q_logits, candidates)
+            return lax.dynamic_update_slice(tokens, token, (index,)), right & (token == one.next.token)[0]
 
-        return lax.cond(judged.exists[index] & right, judge, lambda: (tokens, right))
+        return lax.cond(case.next.exists[index] & right, judge, lambda: (tokens, right))
 
     return lax.fori_loop(0, len(tokens), turn, (tokens, jnp.bool_(True)))[0]
 
 
-def _judge(logits, q_logits, rows: SamplingRows, positions, draft, candidates: int) -> Int32[Array, " rows"]:
+def _judge_together(case: Judged, tokens: Int32[Array, " rows"], candidates: int) -> Int32[Array, " rows"]:
+    """The same for all judged rows at once."""
+    q_logits = None if case.draft_logits is None else case.draft_logits.logits[case.draft_logits.next_row()]
+    return jnp.where(case.next.exists, _judge(case, q_logits, candidates), tokens)
+
+
+def _judge(case: Judged, q_logits: Float32[Array, "rows vocab"] | None, candidates: int) -> Int32[Array, " rows"]:
     """The drafts that stand, and another token where one does not."""
-    vocab = logits.shape[1]
-    draft = jnp.clip(draft, 0, vocab - 1)
-    wanted = probabilities(logits, rows, candidates=candidates)
+    rows, vocab = case.rows, case.logits.shape[1]
+    draft = jnp.clip(case.next.token, 0, vocab - 1)
+    wanted = probabilities(case.logits, rows, candidates=candidates)
     if q_logits is None:
         offered = (lax.iota(jnp.int32, vocab) == draft[:, None]).astype(jnp.float32)
     else:
         offered = probabilities(q_logits, rows, candidates=candidates)
-    chance = noise.uniform(noise.row_keys(rows.seed, positions, noise.ACCEPTANCE)[:, 0])
+    chance = noise.uniform(noise.row_keys(rows.seed, case.positions, noise.ACCEPTANCE)[:, 0])
     stands = chance * _at(offered, draft) < _at(wanted, draft)
-    keys = noise.row_keys(rows.seed, positions, noise.RESIDUAL)
+    keys = noise.row_keys(rows.seed, case.positions, noise.RESIDUAL)
     instead = lax.cond(stands.all(), lambda: draft, lambda: _draw(wanted - offered, wanted, keys))
     return jnp.where(stands, draft, instead)
 
