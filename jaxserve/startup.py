@@ -328,7 +328,7 @@ def _plan_memory(config: EngineConfig, model: Model, draft: Model | None, layout
     sampled = rows if config.speculative_config is None else max(rows, tokens)
     widest = 4 * (model.config.hidden_size + 2 * model.config.intermediate_size)
     workspace = 4 * sampled * model.config.vocab_size * 3 + 4 * tokens * widest
-    workspace += rows * (bytes_per_slot(model.config.vocab_size) + _draft_logits_bytes(config, model, draft))
+    workspace += rows * (bytes_per_slot(model.config.vocab_size) + _draft_logits_bytes(config, model))
     device = jax.local_devices()[0]
     return plan_memory(
         layout,
@@ -342,10 +342,10 @@ def _plan_memory(config: EngineConfig, model: Model, draft: Model | None, layout
     )
 
 
-def _draft_logits_bytes(config: EngineConfig, model: Model, draft: Model | None) -> int:
-    """Of a slot, which remembers what its drafts were sampled from."""
+def _draft_logits_bytes(config: EngineConfig, model: Model) -> int:
+    """Of a slot, which remembers what its drafts were sampled from (`StepDefinition.keeps_draft_logits`)."""
     speculative = config.speculative_config
-    if draft is None or speculative.acceptance != "rejection":
+    if speculative is None or speculative.acceptance != "rejection" or speculative.method == "ngram":
         return 0
     return 4 * speculative.num_speculative_tokens * model.config.vocab_size
 

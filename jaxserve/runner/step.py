@@ -82,7 +82,7 @@ class StepDefinition:
     @property
     def keeps_draft_logits(self) -> bool:
         """Whether slots remember what drafts were sampled from: the text of a request leaves no choice."""
-        return self.acceptance == "rejection" and self.draft is not None
+        return self.acceptance == "rejection" and self.speculates and self.proposer is None
 
     @property
     def compacts(self) -> bool:
