@@ -12,7 +12,8 @@ import pytest
 import scipy.stats
 from engine_tools import assert_same, requests_for, run, run_alone, tiny_decoder, tiny_engine
 
-from jaxserve import SamplingParams
+from jaxserve import SamplingParams, startup
+from jaxserve.config import ACCEPTANCE_RULES
 from tests.sampling.helpers import exact_distribution
 
 # The whole family of chi-square tests fails by chance with this probability (Bonferroni); seeds are fixed.
@@ -163,3 +164,14 @@ def test_masks_hold(requests, sampled):
 
 def test_with_fixed_lengths_and_room_for_all_company_changes_nothing(rejecting, requests, sampled):
     assert_same(run_alone(rejecting, requests[::3]), sampled[::3])
+
+
+def test_the_memory_plan_knows_the_draft_logits(rejecting):
+    workspaces = []
+    for rule in ACCEPTANCE_RULES:
+        speculative = replace(rejecting.config.speculative_config, acceptance=rule)
+        config = replace(rejecting.config, speculative_config=speculative)
+        decoder = tiny_decoder("float32")
+        workspaces.append(startup.prepare(config, decoder, None, decoder).memory_plan.workspace)
+    agreement, rejection = workspaces
+    assert rejection - agreement == rejecting.runner.slots.draft_logits.nbytes == 4 * 16 * 3 * 300
