@@ -53,7 +53,7 @@ class StepDefinition:
 
     proposer: proposes draft tokens from a request's own text
     draft: the model that proposes them instead; its layers' pages lie behind those of `model`
-    acceptance: the rule by which drafts are accepted, of `verify_draft.RULES`
+    acceptance: the rule by which drafts are accepted, of `config.ACCEPTANCE_RULES`
     """
 
     model: ModelDefinition

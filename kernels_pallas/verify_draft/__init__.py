@@ -16,9 +16,8 @@ import jax
 from jaxserve.kernels_pallas.capability import why_no_hopper
 from jaxserve.kernels_pallas.verify_draft import reference, sampler
 from jaxserve.kernels_pallas.verify_draft.drafts import DraftLogits, DraftRows, reached
-from jaxserve.kernels_pallas.verify_draft.reference import RULES
 
-__all__ = ["BACKENDS", "REFERENCE", "RULES", "DraftLogits", "DraftRows", "VerifyBackend", "choose_verify", "reached"]
+__all__ = ["BACKENDS", "REFERENCE", "DraftLogits", "DraftRows", "VerifyBackend", "choose_verify", "reached"]
 
 
 class VerifyBackend(NamedTuple):

@@ -1,7 +1,7 @@
 """Verification in plain jnp: the definition that every implementation is compared with.
 
 The target's logits after each token of a run, drafts included, were computed in one step. Each row yields a token, and
-a draft stands while it is what the row before it yields (`drafts.reached`). Two rules say what that is (`RULES`):
+a draft stands while it is what the row before it yields (`drafts.reached`). Two rules say what that is:
 
 - `agreement`: the target's own sample with that position's own noise. Whoever drafted, the tokens are those that come
   without drafts, bit for bit.
@@ -21,13 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
+from jaxserve.config import ACCEPTANCE_RULES
 from jaxserve.kernels_pallas.verify_draft import blocks, filters, noise
 from jaxserve.kernels_pallas.verify_draft.drafts import DraftLogits, DraftRows, NextDraft
 from jaxserve.kernels_pallas.verify_draft.sampler import Row, SamplingRows, near_tokens, sample
 from jaxserve.sampling_params import COLDEST
 from jaxserve.validation import require
-
-RULES = ("agreement", "rejection")
 
 
 def verify_draft(
@@ -61,7 +60,7 @@ def verify_draft(
 
 def check_rule(rule: str) -> None:
     """ValueError for a name that is no rule."""
-    require(rule in RULES, "rule", rule, f"one of {RULES}")
+    require(rule in ACCEPTANCE_RULES, "rule", rule, f"one of {ACCEPTANCE_RULES}")
 
 
 class Judged(NamedTuple):

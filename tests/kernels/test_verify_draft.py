@@ -10,7 +10,8 @@ import pytest
 import scipy.stats
 from hypothesis import strategies as st
 
-from jaxserve.kernels_pallas.verify_draft import RULES, DraftLogits, DraftRows, reached
+from jaxserve.config import ACCEPTANCE_RULES
+from jaxserve.kernels_pallas.verify_draft import DraftLogits, DraftRows, reached
 from jaxserve.kernels_pallas.verify_draft.reference import verify_draft
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows, sample
 from jaxserve.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ def test_agreement_gives_the_samplers_tokens():
     assert 1 == min(lengths) < max(lengths), "nothing was verified"
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ACCEPTANCE_RULES)
 def test_without_drafts_it_is_the_sampler(rule):
     case = make_case(RUNS, WIDTH, VOCAB)
     first = case.drafts.number == 0
@@ -70,7 +71,7 @@ def test_the_ways_to_filter_agree(drafter):
         assert case.yielded(found) == case.yielded(expected)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ACCEPTANCE_RULES)
 def test_greedy_rows_yield_the_likeliest_tokens(rule):
     case = make_case(RUNS, WIDTH, VOCAB, kinds=[{"temperature": 0}])
     np.testing.assert_array_equal(verify(*case.arguments, rule=rule), case.logits.argmax(-1))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
+from jaxserve.config import ACCEPTANCE_RULES
 from jaxserve.kernels_pallas import hopper, verify_draft
 from jaxserve.kernels_pallas.verify_draft import choose_verify, mosaic, noise, passes, reference
 from jaxserve.kernels_pallas.verify_draft.passes import Config
@@ -89,7 +90,10 @@ configs = st.sampled_from([SMALL, Config(tile=128, lanes=128, stages=3, ways=2),
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    shape=shapes, config=configs, rule=st.sampled_from(reference.RULES), drafter=st.sampled_from(["certain", "sampled"])
+    shape=shapes,
+    config=configs,
+    rule=st.sampled_from(ACCEPTANCE_RULES),
+    drafter=st.sampled_from(["certain", "sampled"]),
 )
 def test_any_shape(shape, config, rule, drafter):
     same_as_reference(make_case(**shape), rule, drafter, config)
