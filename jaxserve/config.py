@@ -15,6 +15,7 @@ COMPILE_MODES = ("lazy", "warmup")
 GENERATION_CONFIGS = ("auto", "none")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 LENGTH_CONTROLS = ("auto", "fixed")
+ACCEPTANCE_RULES = ("agreement", "rejection")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_DRAFT_TOKENS = 15  # with the token before them a decode tile of 16 rows
 
@@ -27,7 +28,8 @@ def cache_folder() -> Path:
 @no_type_check  # it checks itself: the tests' type checker would come first with another error
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How draft tokens are proposed and how many are verified in a step. The output does not depend on it.
+    """How draft tokens are proposed and how many are verified in a step. The output does not depend on it, nor with
+    `acceptance="rejection"` does its distribution.
 
     Attributes:
         method: `ngram` proposes what followed the last tokens when they last occurred (prompt lookup); `draft_model`
@@ -37,6 +39,10 @@ class SpeculativeConfig:
         length_control: `auto` chooses a length for each request and step by what its drafts were accepted and by what
             a row of the step costs, `fixed` always takes `num_speculative_tokens`.
         draft_lengths: the lengths that `auto` chooses from, besides `num_speculative_tokens`.
+        acceptance: which drafts stand. `agreement`: those that the target itself samples at their positions, so that
+            a request's tokens are those it gets without speculation. `rejection` (modified rejection sampling): each
+            with probability min(1, p / q), p the target's and q the proposer's; at temperatures above 0 the tokens
+            have the same distribution as without, but are others.
         prompt_lookup_min: `ngram`: the fewest tokens that must have occurred before.
         prompt_lookup_max: `ngram`: the most tokens that are looked for.
     """
@@ -46,11 +52,13 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 7
     length_control: str = "auto"
     draft_lengths: tuple[int, ...] = (0, 1, 3, 7)
+    acceptance: str = "agreement"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
 
     def __post_init__(self):
-        for name, values in (("method", SPECULATIVE_METHODS), ("length_control", LENGTH_CONTROLS)):
+        choices = {"method": SPECULATIVE_METHODS, "length_control": LENGTH_CONTROLS, "acceptance": ACCEPTANCE_RULES}
+        for name, values in choices.items():
             _one_of(self, name, values)
         for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
             _positive(self, name)

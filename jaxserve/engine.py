@@ -167,7 +167,7 @@ class Engine:
         return outputs
 
     def _is_compiled(self, plan: StepPlan) -> bool:
-        return self.runner.is_compiled(plan.num_tokens, plan.num_sampled, plan.only_greedy)
+        return self.runner.is_compiled(plan.num_tokens, plan.num_sampled, plan.num_drafting, greedy=plan.only_greedy)
 
     def _dispatch(self, plan: StepPlan) -> InFlight:
         for admission in plan.admissions:

@@ -159,6 +159,7 @@ def start(
     prepared = prepare(config, decoder, tokenizer, draft_decoder)
     model, layout, plan, max_len, attention, linear, deterministic, _, buckets, draft = prepared
     _log.info("%s", plan)
+    speculative = config.speculative_config
     runner = Runner(
         model.load(),
         layout=layout,
@@ -170,8 +171,10 @@ def start(
         linear_kernel=linear,
         mesh=config.mesh,
         cache_dir=config.compilation_cache(),
-        proposer=_proposer(config.speculative_config),
+        proposer=_proposer(speculative),
         draft=draft.load() if draft is not None else None,
+        acceptance=speculative.acceptance if speculative is not None else "agreement",
+        max_drafts=speculative.num_speculative_tokens if speculative is not None else 0,
     )
     if deterministic:
         ends = [(sizes[0], sizes[-1]) for sizes in (buckets.tokens, buckets.rows)]
@@ -179,7 +182,7 @@ def start(
         if differs is not None and config.deterministic is True:
             raise ValueError(f"deterministic=True: {differs}")
         deterministic = differs is None
-    controller = None if config.speculative_config is None else LengthController(config.speculative_config)
+    controller = None if speculative is None else LengthController(speculative)
     scheduler = Scheduler(
         BlockPool(plan.num_pages, enable_prefix_caching=config.enable_prefix_caching),
         page_size=layout.page_size,
@@ -325,7 +328,7 @@ def _plan_memory(config: EngineConfig, model: Model, draft: Model | None, layout
     sampled = rows if config.speculative_config is None else max(rows, tokens)
     widest = 4 * (model.config.hidden_size + 2 * model.config.intermediate_size)
     workspace = 4 * sampled * model.config.vocab_size * 3 + 4 * tokens * widest
-    workspace += rows * bytes_per_slot(model.config.vocab_size)
+    workspace += rows * (bytes_per_slot(model.config.vocab_size) + _draft_logits_bytes(config, model))
     device = jax.local_devices()[0]
     return plan_memory(
         layout,
@@ -337,6 +340,14 @@ def _plan_memory(config: EngineConfig, model: Model, draft: Model | None, layout
         num_pages=config.num_pages,
         wanted_tokens=max(longest, config.max_num_seqs * CPU_TOKENS_PER_REQUEST),
     )
+
+
+def _draft_logits_bytes(config: EngineConfig, model: Model) -> int:
+    """Of a slot, which remembers what its drafts were sampled from (`StepDefinition.keeps_draft_logits`)."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.acceptance != "rejection" or speculative.method == "ngram":
+        return 0
+    return 4 * speculative.num_speculative_tokens * model.config.vocab_size
 
 
 def _fit_length(config: EngineConfig, wanted: int, plan: MemoryPlan) -> int:

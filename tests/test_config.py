@@ -39,6 +39,7 @@ WRONG_SPECULATION = {
     "method": ["n-gram", "eagle", None, 1],
     "model": ["a-model", 3],  # the first only goes with the method draft_model
     "num_speculative_tokens": [0, -1, 16, 2.0, True, None],
+    "acceptance": ["Rejection", "typical", "", None, True],
     "length_control": ["automatic", None, True],
     "draft_lengths": [(3, 1), (-1,), ("1",), 3, (1, 1), None],
     "prompt_lookup_min": [0, 5, 1.5, None],  # more than prompt_lookup_max

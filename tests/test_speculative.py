@@ -149,6 +149,22 @@ def test_requests_may_decline(speculating, requests, expected):
     assert speculating.stats()["spec_num_draft_tokens"] == 0
 
 
+def test_a_proposal_that_is_not_compiled_holds_back_no_tokens():
+    """Where the program that proposes is missing the step before is delivered first, as for the others."""
+    prompt, params = [20, 30] * 4, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with tiny_engine(speculative_config=FIXED) as engine:
+        run(engine, [(prompt, replace(params, speculative=False))])
+        size = {"num_tokens": 6, "num_sampled": 6, "greedy": True}
+        assert engine.runner.is_compiled(num_drafting=0, **size)
+        assert not engine.runner.is_compiled(num_drafting=1, **size)
+        engine.add_request("speculating", prompt, params)
+        delivered = []
+        while engine.has_unfinished():
+            delivered.append(sum(len(output.token_ids) for result in engine.step() for output in result.outputs))
+        assert delivered[:2] == [0, 1]  # dispatched; delivered before the compilation
+        assert engine.runner.is_compiled(num_drafting=1, **size)
+
+
 def test_texts_that_stop_inside_accepted_drafts(plain, speculating):
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
     prompts = [[20 + index, 30, 40] * 6 for index in range(8)]

@@ -38,7 +38,7 @@ from jaxserve.runner import slots
 from jaxserve.runner.compilation import Program
 from jaxserve.runner.programs import COPIES, Programs
 from jaxserve.runner.step import SCORE_ROWS, StepDefinition
-from jaxserve.runner.weights import flatten
+from jaxserve.runner.weights import ModelDefinition, Weights, flatten
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets
 from jaxserve.speculative.ngram import NgramProposer
@@ -54,17 +54,21 @@ POOL_BYTES = 16 * 2**30  # of the whole model
 
 @dataclass(frozen=True)
 class Case:
-    """A program of an engine for a model of `MODELS` cut to some of its layers, in one bucket."""
+    """A program of an engine for a model of `MODELS` cut to some of its layers, in one bucket.
+
+    speculates: with drafts, `ngram` from a request's own text, `draft_model` by the same model with one layer, accepted
+        by rejection sampling
+    """
 
     model: str
     layers: int
     program: str
     bucket: int
     deterministic: bool = False
-    speculates: bool = False
+    speculates: str | None = None
 
     def __str__(self) -> str:
-        mode = (", deterministic" if self.deterministic else "") + (", speculating" if self.speculates else "")
+        mode = (", deterministic" if self.deterministic else "") + (f", {self.speculates}" if self.speculates else "")
         return f"{self.model}, {self.layers} layers, {self.program}[{self.bucket}]{mode}"
 
 
@@ -126,10 +130,42 @@ def unavailable() -> str | None:
 
 
 @cache
-def describe(model: str, layers: int, deterministic: bool, speculates: bool) -> Programs:
-    """The programs of an engine on Hopper; `deterministic` takes our product instead of XLA's, `speculates` has drafts
-    from a request's own text."""
+def describe(model: str, layers: int, deterministic: bool, speculates: str | None) -> Programs:
+    """The programs of an engine on Hopper; `deterministic` takes our product instead of XLA's, `speculates` is that of
+    `Case`."""
     config = ModelConfig.from_hf(MODELS[model] | {"num_hidden_layers": layers})
+    definition, weights_like = _weights(config)
+    layout = KVLayout(layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, DTYPE)
+    draft_definition = None
+    if speculates == "draft_model":
+        draft_definition, draft_like = _weights(ModelConfig.from_hf(MODELS[model] | {"num_hidden_layers": 1}))
+        weights_like = weights_like._replace(draft=draft_like)
+        layout = replace(layout, draft=replace(layout, num_layers=1))
+    attention = mosaic_backend(
+        mosaic_attention(head_dim=config.head_dim, group=config.q_per_group, max_model_len=MAX_LEN)
+    )
+    linear = MosaicLinear() if deterministic else None
+    step = StepDefinition(
+        model=definition,
+        attention=attention,
+        max_tokens=BUCKETS.tokens[-1],
+        max_logprobs=MAX_LOGPROBS,
+        linear_kernel=linear,
+        verify=mosaic_verify(),
+        proposer=NgramProposer(2, 4, DRAFTS) if speculates == "ngram" else None,
+        draft=draft_definition,
+        acceptance="agreement" if draft_definition is None else "rejection",
+    )
+    sizes = BUCKETS.rows[-1], MAX_LEN, -(-MAX_LEN // PAGE_SIZE), config.vocab_size
+    remembered = DRAFTS if step.keeps_draft_logits else 0
+    slots_like = jax.eval_shape(partial(slots.allocate, *sizes, draft_logits=remembered))
+    num_layers = layers + (draft_definition is not None)
+    num_pages = POOL_BYTES // MODELS[model]["num_hidden_layers"] // (layout.bytes_per_page // num_layers)
+    return Programs(step, weights_like, kv_cache.abstract(layout, num_pages), slots_like, BUCKETS)
+
+
+def _weights(config: ModelConfig) -> tuple[ModelDefinition, Weights]:
+    """A model and the shapes of its weights."""
     definitions = []
 
     def weights():
@@ -138,24 +174,7 @@ def describe(model: str, layers: int, deterministic: bool, speculates: bool) -> 
         return arrays
 
     weights_like = jax.eval_shape(weights)
-    layout = KVLayout(layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, DTYPE)
-    attention = mosaic_backend(
-        mosaic_attention(head_dim=config.head_dim, group=config.q_per_group, max_model_len=MAX_LEN)
-    )
-    linear = MosaicLinear() if deterministic else None
-    step = StepDefinition(
-        model=definitions[0],
-        attention=attention,
-        max_tokens=BUCKETS.tokens[-1],
-        max_logprobs=MAX_LOGPROBS,
-        linear_kernel=linear,
-        verify=mosaic_verify(),
-        proposer=NgramProposer(2, 4, DRAFTS) if speculates else None,
-    )
-    max_pages = -(-MAX_LEN // PAGE_SIZE)
-    slots_like = jax.eval_shape(partial(slots.allocate, BUCKETS.rows[-1], MAX_LEN, max_pages, config.vocab_size))
-    num_pages = POOL_BYTES // MODELS[model]["num_hidden_layers"] // (layout.bytes_per_page // layers)
-    return Programs(step, weights_like, kv_cache.abstract(layout, num_pages), slots_like, BUCKETS)
+    return definitions[0], weights_like
 
 
 def program_of(case: Case) -> Program:
@@ -267,7 +286,9 @@ def cases(*, everything: bool) -> list[Case]:
         found += [Case(model, 2, "body", tokens, True) for tokens in (8, 128, BUCKETS.tokens[-1])]
         found += [Case(model, 2, "greedy_head", 64, True), Case(model, layers, "body", 64)]
         step = [("propose_ngram", DRAFTS), ("body", 64), ("greedy_head", 64), ("head", 64)]
-        found += [Case(model, 2, *key, speculates=True) for key in step]
+        found += [Case(model, 2, *key, speculates="ngram") for key in step]
+        step = [("propose_by_model", 8), ("head", 64)]
+        found += [Case(model, 2, *key, speculates="draft_model") for key in step]
     return found
 
 

@@ -10,11 +10,10 @@ import numpy as np
 from jaxserve.bench.gpu_kernels import interpretation, random
 from jaxserve.bench.gpu_sizes import Sizes
 from jaxserve.bench.report import Report
-from jaxserve.kernels_pallas.verify_draft import benchmark, mosaic, reference
+from jaxserve.kernels_pallas.verify_draft import DraftLogits, DraftRows, benchmark, mosaic, reached, reference
 from jaxserve.kernels_pallas.verify_draft.benchmark import KINDS, Shape, floors
 from jaxserve.kernels_pallas.verify_draft.logprobs import logprobs
 from jaxserve.kernels_pallas.verify_draft.passes import Config
-from jaxserve.kernels_pallas.verify_draft.reference import each
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 
 _LOGPROBS = 4
@@ -26,44 +25,52 @@ _MIN_P = (0.0, 0.0, 0.0, 0.0, 0.0, 0.1)
 
 
 class Drafted(NamedTuple):
-    """Rows of logits, and the tokens that the kernel samples at each of their positions in a plain step."""
+    """Runs of rows of logits, behind each other, and the tokens that the kernel samples after each in a plain step."""
 
-    logits: jax.Array  # [rows, width, vocab]
+    shape: Shape
+    logits: jax.Array  # [rows * width, vocab]
     rows: SamplingRows
     positions: jax.Array
-    samples: np.ndarray  # [rows, width]
+    samples: np.ndarray
 
-    def drafts(self, wrong: bool) -> np.ndarray:
+    def drafts(self, *, wrong: bool) -> DraftRows:
         """What was sampled, with the draft that follows ever more of them off by one if `wrong`."""
-        count, width, vocab = self.logits.shape
-        off = np.arange(width - 1) == (np.arange(count) % width)[:, None]
-        return np.where(off & wrong, (self.samples[:, :-1] + 1) % vocab, self.samples[:, :-1]).astype(np.int32)
+        count, width, vocab = self.shape
+        off = np.arange(width) == (np.arange(count) % width)[:, None]
+        sampled = self.samples.reshape(count, width)
+        token = np.roll(np.where(off & wrong, (sampled + 1) % vocab, sampled), 1, axis=1).astype(np.int32)
+        number = np.tile(np.arange(width, dtype=np.int32), count)
+        return DraftRows(*map(jnp.asarray, (number, token.reshape(-1), np.ones(count * width, bool))))
 
 
 def _kernels(sizes: Sizes):
     """(sample, verify_draft), compiled by shape."""
     config = Config(tile=128, lanes=128, stages=2, ways=2) if sizes.interpret else None
     how = {"config": config, "interpret": interpretation(sizes)}
-    verify = jax.jit(partial(mosaic.verify_draft, **how), static_argnames=("rule", "max_logprobs"))
+    verify = jax.jit(partial(mosaic.verify_draft, **how), static_argnames="rule")
     return jax.jit(partial(mosaic.sample, **how)), verify
 
 
 def _drafted(shape: Shape, sample) -> Drafted:
     count, width, vocab = shape
-    of = lambda values, dtype: jnp.asarray(np.resize(values, count), dtype)
+    of = lambda values, dtype: jnp.asarray(np.resize(values, count).repeat(width), dtype)
     rows = SamplingRows(
         temperature=of(_TEMPERATURE, jnp.float32),
         top_k=of(_TOP_K, jnp.int32),
         top_p=of(_TOP_P, jnp.float32),
         min_p=of(_MIN_P, jnp.float32),
-        seed=jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (count, 2), np.uint32)),
-        wants_logprobs=jnp.full(count, _LOGPROBS, jnp.int32),
+        seed=jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (count, 2), np.uint32).repeat(width, axis=0)),
+        wants_logprobs=jnp.full(count * width, _LOGPROBS, jnp.int32),
     )
-    positions = jnp.arange(count, dtype=jnp.int32)
-    logits = 3 * random(7, *shape, dtype=jnp.float32)
-    every, at = each(rows, positions, width)
-    samples = np.asarray(sample(logits.reshape(-1, vocab), every, at)).reshape(count, width)
-    return Drafted(logits, rows, positions, samples)
+    positions = (jnp.arange(count, dtype=jnp.int32)[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1)
+    logits = 3 * random(7, count * width, vocab, dtype=jnp.float32)
+    return Drafted(shape, logits, rows, positions, np.asarray(sample(logits, rows, positions)))
+
+
+def _yielded(tokens: jax.Array, drafts: DraftRows, shape: Shape) -> np.ndarray:
+    """The tokens of each run up to the first that is no draft, then -1."""
+    counts = reached(drafts, tokens, jnp.ones_like(drafts.real))
+    return np.asarray(jnp.where(counts, tokens, -1)).reshape(shape.rows, shape.width)
 
 
 def verify_numbers(report: Report, sizes: Sizes) -> None:
@@ -73,15 +80,17 @@ def verify_numbers(report: Report, sizes: Sizes) -> None:
     definition = jax.jit(reference.verify_draft, static_argnames="rule")
     for shape in sizes.verified:
         given = _drafted(shape, sample)
-        counts = jnp.full(shape.rows, shape.width - 1, jnp.int32)
-        arguments = given.logits, given.drafts(wrong=True), counts, given.rows, given.positions
-        proposed = given.logits[:, :-1] + random(8, shape.rows, shape.width - 1, shape.vocab, dtype=jnp.float32)
+        drafts = given.drafts(wrong=True)
+        arguments = given.logits, given.rows, given.positions, drafts
+        near = given.logits + random(8, *given.logits.shape, dtype=jnp.float32)
+        proposed = DraftLogits(near, jnp.arange(len(near), dtype=jnp.int32) - 1)
         ways = {"agreement": ("agreement", None), "rejection": ("rejection", proposed)}
         for name, (rule, draft_logits) in ways.items():
             options = {"rule": rule, "draft_logits": draft_logits}
-            found, expected = ours(*arguments, **options), definition(*arguments, **options)
-            differ = np.asarray((found.tokens != expected.tokens).any(axis=1))
-            greedy = np.asarray(given.rows.temperature) == 0
+            tokens = ours(*arguments, **options), definition(*arguments, **options)
+            found, expected = (_yielded(some, drafts, shape) for some in tokens)
+            differ = (found != expected).any(axis=1)
+            greedy = np.asarray(given.rows.temperature)[:: shape.width] == 0
             what = f"{name}, {shape.rows} rows, {shape.width - 1} drafts, {shape.vocab} tokens: rows that differ"
             fine = int(differ.sum()) <= -(-shape.rows // 64) and not differ[greedy].any()
             report.add(what, int(differ.sum()), ok=fine)
@@ -94,20 +103,20 @@ def verify_bits(report: Report, sizes: Sizes) -> None:
     log = jax.jit(logprobs, static_argnums=2)
     for shape in sizes.verified:
         given = _drafted(shape, sample)
-        counts = jnp.full(shape.rows, shape.width - 1, jnp.int32)
-        arguments = given.logits, given.drafts(wrong=False), counts, given.rows, given.positions
-        found = verify(*arguments, max_logprobs=_LOGPROBS)
+        drafts = given.drafts(wrong=False)
+        found = verify(given.logits, given.rows, given.positions, drafts)
+        chosen = log(given.logits, found, _LOGPROBS, given.rows.wants_logprobs).token_logprob
         row = jax.tree.map(lambda leaf: leaf[-1:], given.rows)
         alone, wanted = [], []
-        for step in range(shape.width):
-            token = sample(given.logits[-1:, step], row, given.positions[-1:] + step)
+        for at in range(len(given.logits) - shape.width, len(given.logits)):
+            token = sample(given.logits[at : at + 1], row, given.positions[at : at + 1])
             alone.append(int(token[0]))
-            wanted.append(log(given.logits[-1:, step], token, _LOGPROBS, row.wants_logprobs).token_logprob[0])
+            wanted.append(log(given.logits[at : at + 1], token, _LOGPROBS, row.wants_logprobs).token_logprob[0])
         what = f"{shape.rows} rows, {shape.width - 1} drafts, {shape.vocab} tokens"
         verdicts = {
-            "in a plain step and verified": (found.tokens == given.samples).all(),
-            "in a plain step and alone": (given.samples[-1] == alone).all(),
-            "log-probabilities verified and alone": (found.logprobs.token_logprob[-1] == jnp.stack(wanted)).all(),
+            "in a plain step and verified": (_yielded(found, drafts, shape) == given.samples.reshape(shape[:2])).all(),
+            "in a plain step and alone": (given.samples[-shape.width :] == alone).all(),
+            "log-probabilities verified and alone": (chosen[-shape.width :] == jnp.stack(wanted)).all(),
         }
         for name, same in verdicts.items():
             report.add(f"{what}, {name}", "same bits" if same else "differ", ok=bool(same))

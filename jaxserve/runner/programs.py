@@ -34,13 +34,18 @@ class Programs:
         bodies = [self.body(tokens) for tokens in reversed(self.buckets.tokens)]
         heads = [self.head(rows, greedy) for rows in reversed(self.buckets.rows) for greedy in (True, False)]
         small = [self.score(), self.score_all(), self.admit(), self.set_tables(), self.copy_pages()]
-        return [*bodies, *heads, *small, *self._proposals()]
+        proposals = {program.key: program for program in self.proposals().values()}
+        return [*bodies, *heads, *small, *proposals.values()]
 
-    def _proposals(self) -> list[Program]:
-        if self.step.draft is not None:
-            most = self.buckets.row_bucket(self.slots.num_computed.shape[0])
-            return [self.propose_by_model(rows) for rows in self.buckets.rows if rows <= most]
-        return [self.propose_ngram()] if self.step.proposer is not None else []
+    def proposals(self) -> dict[int, Program]:
+        """By row bucket the program that gives so many slots their drafts; empty where nobody speculates."""
+        if not self.step.speculates:
+            return {}
+        most = self.buckets.row_bucket(self.slots.num_computed.shape[0])
+        buckets = [rows for rows in self.buckets.rows if rows <= most]
+        if self.step.draft is None:
+            return dict.fromkeys(buckets, self.propose_ngram())
+        return {rows: self.propose_by_model(rows) for rows in buckets}
 
     def body(self, tokens: int) -> Program:
         size = inputs.body_inputs_size(tokens, self.step.attention.work)

@@ -20,7 +20,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Compiler, Program
 from jaxserve.runner.inputs import Runs, ScoreRow
-from jaxserve.runner.programs import COPIES, Programs, head_name
+from jaxserve.runner.programs import COPIES, Programs
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import Weights, flatten
 from jaxserve.sampling.tables import LogitsTables
@@ -60,8 +60,17 @@ class StepHandle(NamedTuple):
         )
 
 
+class StepPrograms(NamedTuple):
+    """What a step runs."""
+
+    body: Program
+    head: Program | None
+    proposal: Program | None
+
+
 class Runner:
-    """`num_slots` requests of at most `max_len` tokens over a pool of `num_pages` pages."""
+    """`num_slots` requests of at most `max_len` tokens over a pool of `num_pages` pages; `max_drafts` of a request are
+    verified at once by the rule `acceptance`."""
 
     def __init__(
         self,
@@ -78,6 +87,8 @@ class Runner:
         cache_dir: Path | None = None,
         proposer: NgramProposer | None = None,
         draft: Decoder | None = None,
+        acceptance: str = "agreement",
+        max_drafts: int = 0,
     ):
         definition, self.weights = flatten(model)
         draft_definition = None
@@ -101,10 +112,13 @@ class Runner:
             verify=choose_verify(mesh=mesh),
             proposer=proposer,
             draft=draft_definition,
+            acceptance=acceptance,
         )
         devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
         self.compiler = Compiler(cache_dir, devices)
-        self.slots = slots.allocate(num_slots, max_len, self.max_pages, model.config.vocab_size)
+        remembered = max_drafts if self.step.keeps_draft_logits else 0
+        sizes = num_slots, max_len, self.max_pages, model.config.vocab_size
+        self.slots = slots.allocate(*sizes, draft_logits=remembered)
         self._dispatched: list[StepHandle] = []  # the last step
         self._wait = weakref.finalize(self, _wait_for, self._dispatched)
         if mesh is not None:
@@ -127,6 +141,7 @@ class Runner:
         self._heads = {
             (rows, greedy): self.described.head(rows, greedy) for rows in buckets.rows for greedy in (False, True)
         }
+        self._proposals = self.described.proposals()
         # Nearly every workload has a prompt that fills a step; loading that program takes seconds.
         self.compiler.prefetch(self._bodies[buckets.tokens[-1]])
         self.kv = kv_cache.allocate(layout, num_pages, mesh)
@@ -148,11 +163,18 @@ class Runner:
             sources, targets = inputs.pack_copies(copies[first : first + COPIES], COPIES, self.num_pages)
             self.kv = self.compiler.get(self.described.copy_pages())(self.kv, sources, targets)
 
-    def is_compiled(self, num_tokens: int, num_rows: int, greedy: bool) -> bool:
-        """Whether a step of this size runs at once."""
-        body = "body", self.buckets.token_bucket(num_tokens)
-        head = (head_name(greedy), self.buckets.row_bucket(num_rows)) if num_rows else body
-        return {body, head} <= self.compiler.executables().keys()
+    def is_compiled(self, num_tokens: int, num_sampled: int, num_drafting: int, *, greedy: bool) -> bool:
+        """Whether a step of so many query rows, rows of the head and runs with drafts runs at once."""
+        needed = self._needed(num_tokens, num_sampled, num_drafting, greedy=greedy)
+        return {program.key for program in needed if program is not None} <= self.compiler.executables().keys()
+
+    def _needed(self, num_tokens: int, num_sampled: int, num_drafting: int, *, greedy: bool) -> StepPrograms:
+        row_bucket = self.buckets.row_bucket
+        return StepPrograms(
+            self._bodies[self.buckets.token_bucket(num_tokens)],
+            self._heads[row_bucket(num_sampled), greedy] if num_sampled else None,
+            self._proposals[row_bucket(num_drafting)] if num_drafting else None,
+        )
 
     def run(
         self,
@@ -168,37 +190,32 @@ class Runner:
         `greedy`: no run wants more than the largest logit. `scores` are rows to score given tokens after, `whole`
         are query rows after which the whole vocabulary's log-probabilities are wanted.
         """
-        tokens, sampled_rows = self.buckets.token_bucket(runs.num_rows), runs.num_sampled
-        rows = self.buckets.row_bucket(max(sampled_rows, 1))
-        programs = [self._bodies[tokens], *([self._heads[rows, greedy]] if sampled_rows else [])]
-        body, *head = self.compiler.get_all(programs)
-        if runs.drafts.any():
-            self._propose(runs, new_pages)
-        packed = inputs.pack_body(runs, new_pages, tokens, self.num_slots, self.step.attention.work)
+        needed = self._needed(runs.num_rows, runs.num_sampled, int((runs.drafts > 0).sum()), greedy=greedy)
+        self.compiler.get_all([program for program in needed if program is not None])  # those missing in parallel
+        if needed.proposal is not None:
+            self._propose(needed.proposal, runs, new_pages)
+        packed = inputs.pack_body(runs, new_pages, needed.body.bucket, self.num_slots, self.step.attention.work)
+        body = self.compiler.get(needed.body)
         self.kv, self.slots, hidden, finite = body(self.weights, self.kv, self.slots, packed)
         sampled = None
-        if head:
-            self.slots, sampled = head[0](
-                self.weights, self.slots, hidden, inputs.pack_head(runs, rows, self.num_slots)
-            )
+        if needed.head is not None:
+            packed = inputs.pack_head(runs, needed.head.bucket, self.num_slots)
+            self.slots, sampled = self.compiler.get(needed.head)(self.weights, self.slots, hidden, packed)
         handle = StepHandle(finite, sampled, self._score(hidden, scores), self._score_all(hidden, whole))
         for array in jax.tree.leaves(handle):
             array.copy_to_host_async()
         self._dispatched[:] = [handle]
         return handle
 
-    def _propose(self, runs: Runs, new_pages: Sequence[tuple[int, int, int]]) -> None:
+    def _propose(self, program: Program, runs: Runs, new_pages: Sequence[tuple[int, int, int]]) -> None:
         """Give the runs that want some their draft tokens."""
         if self.step.draft is None:
             wanted = np.zeros(self.num_slots, np.int32)
             wanted[runs.slots] = runs.drafts
-            self.slots = self.compiler.get(self.described.propose_ngram())(self.slots, wanted)
+            self.slots = self.compiler.get(program)(self.slots, wanted)
             return
-        rows = self.buckets.row_bucket(int((runs.drafts > 0).sum()))
-        packed = inputs.pack_drafts(runs, new_pages, rows, self.step.max_tokens, self.num_slots)
-        self.kv, self.slots = self.compiler.get(self.described.propose_by_model(rows))(
-            self.weights, self.kv, self.slots, packed
-        )
+        packed = inputs.pack_drafts(runs, new_pages, program.bucket, self.step.max_tokens, self.num_slots)
+        self.kv, self.slots = self.compiler.get(program)(self.weights, self.kv, self.slots, packed)
 
     def _score(self, hidden: jax.Array, scores: Sequence[ScoreRow]) -> list[Logprobs]:
         size, parts = step.SCORE_ROWS, []

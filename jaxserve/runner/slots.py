@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from jaxserve.kernels_pallas.verify_draft.drafts import DraftLogits
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.sampling import processing
 from jaxserve.sampling.processing import Processing
@@ -24,6 +25,7 @@ class Slots(NamedTuple):
 
     history: token ids, known ones from `admit`, sampled ones from the head, and behind the last of these drafts
     num_drafts: how many draft tokens there are
+    draft_logits: what each of them was sampled from, where verification asks for it: filled by proposers
     write_start: keys and values before this position are shared and are not written
     page_table: one group of layers today; sliding-window layers may get their own
     """
@@ -40,6 +42,7 @@ class Slots(NamedTuple):
     seed: UInt32[Array, "slots 2"]
     num_logprobs: Int32[Array, " slots"]
     processing: Processing
+    draft_logits: Float32[Array, "slots drafts vocab"] | None
 
     @property
     def num_slots(self) -> int:
@@ -57,9 +60,31 @@ class Slots(NamedTuple):
             wants_logprobs=take(self.num_logprobs),
         )
 
+    def logits_of_drafts(self, slots: Int32[Array, " rows"], number: Int32[Array, " rows"]) -> DraftLogits | None:
+        """What the drafts of these numbers (from 1 on) were sampled from, if that is remembered."""
+        if self.draft_logits is None:
+            return None
+        _, most, vocab = self.draft_logits.shape
+        return DraftLogits(self.draft_logits.reshape(-1, vocab), slots * most + number - 1)
 
-def allocate(num_slots: int, max_len: int, max_pages: int, vocab: int) -> Slots:
-    """Empty slots."""
+    def with_drafts(
+        self,
+        slots: Int32[Array, " rows"],
+        index: Int32[Array, ""],
+        position: Int32[Array, " rows"],
+        tokens: Int32[Array, " rows"],
+        logits: Float32[Array, "rows vocab"],
+    ) -> "Slots":
+        """Each slot with its `index`-th draft (from 0 on) and what that was sampled from."""
+        history = self.history.at[slots, position].set(tokens, mode="drop")
+        if self.draft_logits is None:
+            return self._replace(history=history)
+        kept = self.draft_logits.at[slots, index].set(logits, mode="drop")
+        return self._replace(history=history, draft_logits=kept)
+
+
+def allocate(num_slots: int, max_len: int, max_pages: int, vocab: int, *, draft_logits: int = 0) -> Slots:
+    """Empty slots, which remember the logits of so many drafts."""
     row = lambda dtype, *shape: jnp.zeros((num_slots, *shape), dtype)
     return Slots(
         history=row(jnp.int32, max_len),
@@ -74,6 +99,7 @@ def allocate(num_slots: int, max_len: int, max_pages: int, vocab: int) -> Slots:
         seed=row(jnp.uint32, 2),
         num_logprobs=row(jnp.int32),
         processing=processing.allocate(num_slots, vocab),
+        draft_logits=row(jnp.float32, draft_logits, vocab) if draft_logits else None,
     )
 
 

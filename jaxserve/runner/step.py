@@ -32,7 +32,7 @@ from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
 from jaxserve.kernels_pallas.cpu.linear import NativeNorm
 from jaxserve.kernels_pallas.matmul import LinearKernel
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
-from jaxserve.kernels_pallas.verify_draft import REFERENCE, VerifyBackend, blocks
+from jaxserve.kernels_pallas.verify_draft import REFERENCE, DraftRows, VerifyBackend, blocks, reached
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs, whole_logprobs
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.models import decoder, rope
@@ -40,10 +40,9 @@ from jaxserve.runner.inputs import BodyInputs, DraftInputs, unpack_body, unpack_
 from jaxserve.runner.slots import Slots
 from jaxserve.runner.weights import ModelDefinition, Weights
 from jaxserve.sampling.processing import process
-from jaxserve.speculative import verification
 from jaxserve.speculative.acceptance import NO_TOKEN
 from jaxserve.speculative.ngram import NgramProposer
-from jaxserve.speculative.verification import DraftRows
+from jaxserve.speculative.verification import reported
 
 SCORE_ROWS = 64  # rows of logits that scoring holds at once
 
@@ -54,6 +53,7 @@ class StepDefinition:
 
     proposer: proposes draft tokens from a request's own text
     draft: the model that proposes them instead; its layers' pages lie behind those of `model`
+    acceptance: the rule by which drafts are accepted, of `config.ACCEPTANCE_RULES`
     """
 
     model: ModelDefinition
@@ -66,6 +66,7 @@ class StepDefinition:
     verify: VerifyBackend = REFERENCE
     proposer: NgramProposer | None = None
     draft: ModelDefinition | None = None
+    acceptance: str = "agreement"
 
     @property
     def speculates(self) -> bool:
@@ -77,6 +78,11 @@ class StepDefinition:
         """Whether programs branch around what no row asks for. On a GPU a branch ends the command buffer and the host
         waits for what decides it, so there it is computed, to no effect where no row asks."""
         return self.verify.name != "mosaic"
+
+    @property
+    def keeps_draft_logits(self) -> bool:
+        """Whether slots remember what drafts were sampled from: the text of a request leaves no choice."""
+        return self.acceptance == "rejection" and self.speculates and self.proposer is None
 
     @property
     def compacts(self) -> bool:
@@ -203,22 +209,24 @@ def head(
     with jax.named_scope("head"):
         logits = logits_of(weights.head, hidden[from_rows], step.linear(_extent(real)))
     position = slots.num_computed.at[row_slots].get(mode="clip") + number
+    drafts = None
+    if step.speculates:
+        drafts = DraftRows(number, slots.history.at[row_slots, position - 1].get(mode="clip"), real)
     if greedy:
         tokens, chosen, alive = blocks.largest(logits)[0], None, jnp.ones_like(real)
     else:
-        tokens, chosen, alive = _sample(step, slots, logits, row_slots, position)
+        tokens, chosen, alive = _sample(step, slots, logits, row_slots, position, drafts)
     counts, num_computed = real, slots.num_computed
-    if step.speculates:
+    if drafts is not None:
         with jax.named_scope("verify"):
-            draft = slots.history.at[row_slots, position - 1].get(mode="clip")
-            counts = verification.reached(DraftRows(number, draft, real), tokens, alive)
+            counts = reached(drafts, tokens, alive)
             num_computed = num_computed.at[row_slots].add((counts & (number > 0)).astype(jnp.int32), mode="drop")
     kept = jnp.where(alive, tokens, jnp.int32(NO_TOKEN))
     history = slots.history.at[jnp.where(counts, row_slots, slots.num_slots), position].set(kept, mode="drop")
-    reported = verification.reported(tokens, alive, real, counts)
+    sampled = Sampled(reported(tokens, alive, real, counts), chosen)
     if back is not None:
-        reported, chosen = jax.tree.map(lambda values: values[back], (reported, chosen))
-    return slots._replace(history=history, num_computed=num_computed), Sampled(reported, chosen)
+        sampled = jax.tree.map(lambda values: values[back], sampled)
+    return slots._replace(history=history, num_computed=num_computed), sampled
 
 
 def _extent(real: Bool[Array, " rows"]) -> Int32[Array, ""]:
@@ -232,13 +240,21 @@ def _real_first(real: Bool[Array, " rows"]) -> tuple[Int32[Array, " rows"], Int3
     return order, jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32))
 
 
-def _sample(step: StepDefinition, slots: Slots, logits, row_slots, position) -> tuple[Array, Logprobs, Array]:
+def _sample(
+    step: StepDefinition, slots: Slots, logits, row_slots, position, drafts: DraftRows | None
+) -> tuple[Array, Logprobs, Array]:
+    """The token that each row yields, its log-probabilities, and whether there was one to take."""
     rows = _sampling_rows(slots, row_slots)
     padding = row_slots >= slots.num_slots
     rows = rows._replace(wants_logprobs=jnp.where(padding, -1, rows.wants_logprobs))
-    tokens, alive = _draw(step, slots, logits, rows, row_slots, position)
+    processed = process(logits, slots.processing, row_slots, slots.history, position, branches=step.branches)
+    if drafts is None:
+        tokens = step.verify.sample(processed.logits, rows, position)
+    else:
+        extras = {"rule": step.acceptance, "draft_logits": slots.logits_of_drafts(row_slots, drafts.number)}
+        tokens = step.verify.verify_draft(processed.logits, rows, position, drafts, **extras)
     chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs, branches=step.branches)
-    return tokens, chosen, alive
+    return tokens, chosen, processed.alive
 
 
 def _sampling_rows(slots: Slots, row_slots: Int32[Array, " rows"]) -> SamplingRows:
@@ -247,10 +263,17 @@ def _sampling_rows(slots: Slots, row_slots: Int32[Array, " rows"]) -> SamplingRo
     return rows._replace(temperature=jnp.where(row_slots >= slots.num_slots, 0.0, rows.temperature))
 
 
-def _draw(step: StepDefinition, slots: Slots, logits, rows: SamplingRows, row_slots, position) -> tuple[Array, Array]:
-    """The token that the target takes at these positions, and whether there was one to take."""
-    processed = process(logits, slots.processing, row_slots, slots.history, position, branches=step.branches)
-    return step.verify.sample(processed.logits, rows, position), processed.alive
+def put_drafts(
+    step: StepDefinition, slots: Slots, logits: Float32[Array, "rows vocab"], row_slots, index, position
+) -> Slots:
+    """The slots with a draft token sampled from a proposer's logits, the `index`-th of each row's slot (from 0 on).
+
+    It is sampled as the target's would be, by the request's own parameters and that position's noise, so that the two
+    agree more often.
+    """
+    processed = process(logits, slots.processing, row_slots, slots.history, position, branches=step.branches).logits
+    tokens = step.verify.sample(processed, _sampling_rows(slots, row_slots), position)
+    return slots.with_drafts(row_slots, index, position, tokens, processed)
 
 
 def score(
@@ -320,10 +343,7 @@ def propose_ngram(slots: Slots, wanted: Int32[Array, " slots"], *, proposer: Ngr
 def propose_by_model(
     step: StepDefinition, weights: Weights, kv: KVCache, slots: Slots, packed: Int32[Array, " size"], *, rows: int
 ) -> tuple[KVCache, Slots]:
-    """Draft tokens for at most `rows` slots. The draft model decodes them one by one.
-
-    It samples as the target does, with the same parameters and the same noise, so that the two agree more often.
-    """
+    """Draft tokens for at most `rows` slots. The draft model decodes them one by one."""
     inputs = unpack_drafts(packed, rows, step.max_tokens)
     slots = _new_pages(slots, inputs)
     row_slots, wanted = inputs.slots, inputs.wanted
@@ -331,12 +351,11 @@ def propose_by_model(
     num_pages, _, _, page_size, _ = kv[0].pages.shape
     offset = jnp.zeros_like(row_slots)
 
-    def one(index: Array, carry: tuple) -> tuple:
-        draft_kv, history = carry
-        now = slots._replace(history=history)
+    def one(index: Array, carry: tuple[KVCache, Slots]) -> tuple[KVCache, Slots]:
+        draft_kv, now = carry
         token_slot = jnp.where(index < wanted, row_slots, slots.num_slots)
         where = _locate(now, token_slot, offset + index, num_pages, page_size)
-        token_ids = history.at[where.slot, where.position].get(mode="clip")
+        token_ids = now.history.at[where.slot, where.position].get(mode="clip")
         work = step.attention.work.singles(len(row_slots))
         prepared = step.attention.prepare(
             work, slots.page_table[0], where.slot, where.position, num_pages=num_pages, page_size=page_size
@@ -344,14 +363,12 @@ def propose_by_model(
         hidden, draft_kv, _ = _layers(step, step.draft, weights.draft, draft_kv, token_ids, where, prepared)
         hidden = step.draft.norm.build(weights.draft.norm)(hidden, step.norm(where.count))
         logits = logits_of(weights.draft.head, hidden, step.linear(where.count))
-        position = where.position + 1
-        tokens, _ = _draw(step, now, logits, _sampling_rows(now, token_slot), token_slot, position)
-        return draft_kv, history.at[token_slot, position].set(tokens, mode="drop")
+        return draft_kv, put_drafts(step, now, logits, token_slot, index, where.position + 1)
 
     with jax.named_scope("draft_model"):
-        draft_kv, history = lax.fori_loop(0, wanted.max(), one, (kv[own:], slots.history))
+        draft_kv, slots = lax.fori_loop(0, wanted.max(), one, (kv[own:], slots))
     num_drafts = jnp.zeros_like(slots.num_drafts).at[row_slots].set(wanted, mode="drop")
-    return kv[:own] + draft_kv, slots._replace(history=history, num_drafts=num_drafts)
+    return kv[:own] + draft_kv, slots._replace(num_drafts=num_drafts)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

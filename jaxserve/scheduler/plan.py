@@ -38,7 +38,7 @@ class Admission:
 class StepPlan:
     """One step. `copies` are (from page, to page), `new_pages` are (slot, index in its table, page).
 
-    `num_tokens` (query rows), `num_sampled` (rows of the head), `num_drafts` (those of draft tokens), `only_greedy`
+    `num_tokens` (query rows), `num_sampled` (rows of the head), `num_drafting` (entries with drafts), `only_greedy`
     (every token to be sampled is just the largest logit's) and `wants_rows` (some request wants log-probabilities
     besides those that the head gives) are those of the entries.
     """
@@ -49,7 +49,7 @@ class StepPlan:
     new_pages: list[tuple[int, int, int]] = field(default_factory=list)
     num_tokens: int = 0
     num_sampled: int = 0
-    num_drafts: int = 0
+    num_drafting: int = 0
     only_greedy: bool = True
     wants_rows: bool = False
 
@@ -59,7 +59,7 @@ class StepPlan:
         self.num_tokens += count + drafts
         if sample:
             self.num_sampled += 1 + drafts
-            self.num_drafts += drafts
+            self.num_drafting += drafts > 0
             if not request.only_greedy:
                 self.only_greedy = False
         if request.wants_rows:

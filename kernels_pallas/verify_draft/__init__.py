@@ -1,9 +1,10 @@
-"""Sampling and the verification of drafts: one contract.
+"""Sampling and the verification of drafts: one contract, a token for each row of logits.
 
-    tokens = backend.sample(logits, rows, positions)                                            one token a row
-    verified = backend.verify_draft(logits, draft_tokens, num_drafts, rows, positions, rule=, ...)     several
+    tokens = backend.sample(logits, rows, positions)
+    tokens = backend.verify_draft(logits, rows, positions, drafts, rule=, draft_logits=)
+    counts = reached(drafts, tokens, alive)                                                     whose tokens count
 
-`sample` is `verify_draft` without drafts, so a step that speculates gives the tokens of steps that do not.
+By the rule `agreement` the two give the same tokens, so a step that speculates gives those of steps that do not.
 `reference` is the definition (with the sampler in `sampler.py`) and runs everywhere; `mosaic` is for Hopper.
 """
 
@@ -14,6 +15,9 @@ import jax
 
 from jaxserve.kernels_pallas.capability import why_no_hopper
 from jaxserve.kernels_pallas.verify_draft import reference, sampler
+from jaxserve.kernels_pallas.verify_draft.drafts import DraftLogits, DraftRows, reached
+
+__all__ = ["BACKENDS", "REFERENCE", "DraftLogits", "DraftRows", "VerifyBackend", "choose_verify", "reached"]
 
 
 class VerifyBackend(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.kernels_pallas.hopper import SMS
 from jaxserve.kernels_pallas.roofline import HBM_BYTES_PER_S
-from jaxserve.kernels_pallas.verify_draft import choose_verify
+from jaxserve.kernels_pallas.verify_draft import DraftRows, choose_verify
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 
 CLOCK_HZ = 1.98e9
@@ -58,18 +58,20 @@ def floors(shape: Shape, kind: Kind) -> tuple[int, float, float]:
 def arguments(shape: Shape, kind: Kind) -> tuple:
     """Of `verify_draft`, made on the device: logits as flat as those of a random model, drafts that rarely stand."""
     count, width, vocab = shape
-    normal = jax.jit(lambda: 3 * jax.random.normal(jax.random.key(0), shape, jnp.float32))
+    positions = count * width
+    normal = jax.jit(lambda: 3 * jax.random.normal(jax.random.key(0), (positions, vocab), jnp.float32))
     rng = np.random.default_rng(0)
     rows = SamplingRows(
-        temperature=jnp.full(count, kind.parameters.get("temperature", 1.0), jnp.float32),
-        top_k=jnp.zeros(count, jnp.int32),
-        top_p=jnp.full(count, kind.parameters.get("top_p", 1.0), jnp.float32),
-        min_p=jnp.zeros(count, jnp.float32),
-        seed=jnp.asarray(rng.integers(0, 2**32, (count, 2), np.uint32)),
-        wants_logprobs=jnp.full(count, -1, jnp.int32),
+        temperature=jnp.full(positions, kind.parameters.get("temperature", 1.0), jnp.float32),
+        top_k=jnp.zeros(positions, jnp.int32),
+        top_p=jnp.full(positions, kind.parameters.get("top_p", 1.0), jnp.float32),
+        min_p=jnp.zeros(positions, jnp.float32),
+        seed=jnp.asarray(rng.integers(0, 2**32, (positions, 2), np.uint32)),
+        wants_logprobs=jnp.full(positions, -1, jnp.int32),
     )
-    drafts = jnp.asarray(rng.integers(0, vocab, (count, width - 1)), jnp.int32)
-    return normal(), drafts, jnp.full(count, width - 1, jnp.int32), rows, jnp.arange(count, dtype=jnp.int32)
+    at = jnp.arange(positions, dtype=jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, vocab, positions), jnp.int32)
+    return normal(), rows, at, DraftRows(at % width, tokens, jnp.ones(positions, bool))
 
 
 def measure(call: Callable, given: tuple, repeats: int) -> float:

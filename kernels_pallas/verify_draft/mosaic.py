@@ -35,8 +35,8 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxserve.kernels_pallas.verify_draft import filters, noise, reference
+from jaxserve.kernels_pallas.verify_draft.drafts import DraftLogits, DraftRows
 from jaxserve.kernels_pallas.verify_draft.passes import NOBODY, Config, Passes, Program, Source
-from jaxserve.kernels_pallas.verify_draft.reference import Verified
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.sampling_params import COLDEST
 from jaxserve.validation import require
@@ -60,49 +60,39 @@ def sample(
 
 
 def verify_draft(
-    logits: Float32[Array, "rows width vocab"],
-    draft_tokens: Int32[Array, "rows width-1"],
-    num_drafts: Int32[Array, " rows"],
+    logits: Float32[Array, "rows vocab"],
     rows: SamplingRows,
     positions: Int32[Array, " rows"],
+    drafts: DraftRows,
     *,
     rule: str = "agreement",
-    draft_logits: Float32[Array, "rows width-1 vocab"] | None = None,
-    raw_logits: Float32[Array, "rows width vocab"] | None = None,
-    max_logprobs: int | None = None,
+    draft_logits: DraftLogits | None = None,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Verified:
-    """`reference.verify_draft`."""
+) -> Int32[Array, " rows"]:
+    """`reference.verify_draft`; rows behind a wrong draft are computed, too."""
     reference.check_rule(rule)
-    count, width, vocab = logits.shape
-    every, at = reference.each(rows, positions, width)
-    step = jnp.tile(lax.iota(jnp.int32, width), count)
-    drafted = jnp.repeat(num_drafts, width)
-    judged = (step < drafted) if rule == "rejection" else jnp.zeros_like(step, bool)
-    kinds = jnp.where(every.temperature >= COLDEST, jnp.where(judged, JUDGED, SAMPLED), GREEDY)
-    kinds = jnp.where(step > drafted, IDLE, kinds).astype(jnp.int32)
-    keys = noise.row_keys(every.seed, at)
+    behind = drafts.next()
+    judged = behind.exists if rule == "rejection" else jnp.zeros_like(behind.exists)
+    kinds = jnp.where(rows.temperature >= COLDEST, jnp.where(judged, JUDGED, SAMPLED), GREEDY)
+    kinds = jnp.where(drafts.real, kinds, IDLE).astype(jnp.int32)
+    keys = noise.row_keys(rows.seed, positions)
     judgement = None
-    if rule == "rejection" and width > 1:
-        keys = jnp.where(judged[:, None], noise.row_keys(every.seed, at, noise.RESIDUAL), keys)
-        chance = noise.uniform(noise.row_keys(every.seed, at, noise.ACCEPTANCE)[:, 0])
-        drafts = jnp.pad(jnp.clip(draft_tokens, 0, vocab - 1), ((0, 0), (0, 1))).reshape(-1)
-        judgement = Judgement(chance, drafts, draft_logits)
+    if rule == "rejection":
+        keys = jnp.where(judged[:, None], noise.row_keys(rows.seed, positions, noise.RESIDUAL), keys)
+        chance = noise.uniform(noise.row_keys(rows.seed, positions, noise.ACCEPTANCE)[:, 0])
+        judgement = Judgement(chance, jnp.clip(behind.token, 0, logits.shape[1] - 1), draft_logits)
     with jax.named_scope("verify_draft"):
-        flat = logits.reshape(-1, vocab)
-        tokens = run(flat, kinds, every, keys, judgement, config=config, interpret=interpret)
-        tokens = tokens.reshape(count, width)
-        raw_logits = logits if raw_logits is None else raw_logits
-        return reference.conclude(tokens, draft_tokens, num_drafts, raw_logits, rows.wants_logprobs, max_logprobs)
+        tokens = run(logits, kinds, rows, keys, judgement, config=config, interpret=interpret)
+        return jnp.where(drafts.real, tokens, 0)  # the kernel leaves out what does not exist
 
 
 class Judgement(NamedTuple):
-    """What rejection needs besides, per position; `draft_logits` [rows, width - 1, vocab] or None."""
+    """What rejection needs besides, per position: of the draft that stands behind it."""
 
     chance: Float32[Array, " positions"]
     drafts: Int32[Array, " positions"]
-    draft_logits: Array | None
+    draft_logits: DraftLogits | None
 
 
 def run(
@@ -122,19 +112,21 @@ def run(
     filtering = filters.FilterRows.of(rows.top_k, rows.top_p, rows.min_p, vocab)
     bits = lambda values: lax.bitcast_convert_type(values, jnp.int32)
     none = jnp.zeros_like(kinds)
-    chance, drafts = (none.astype(jnp.float32), none) if judgement is None else judgement[:2]
+    chance, drafts, draft_logits = (none.astype(jnp.float32), none, None) if judgement is None else judgement
     temperature = jnp.where(kinds >= SAMPLED, rows.temperature, jnp.float32(1))
-    integers = jnp.stack([kinds, filtering.top_k, bits(jnp.abs(filtering.furthest)), *bits(keys).T, drafts], axis=1)
-    floats = jnp.stack([filtering.top_p, temperature, chance], axis=1)
     target, config = flatten(logits, config)
-    draft_logits = None if judgement is None else judgement.draft_logits
-    sources = [target] if draft_logits is None else [target, flatten(draft_logits.reshape(-1, vocab), config)[0]]
+    sources, offered_row = [target], none
+    if draft_logits is not None:
+        require(draft_logits.logits.size < 2**31, "draft_logits", draft_logits.logits.shape, "fewer than 2^31 values")
+        sources.append(flatten(draft_logits.logits, config)[0])
+        offered_row = draft_logits.next_row()
+    integers = kinds, filtering.top_k, bits(jnp.abs(filtering.furthest)), *bits(keys).T, drafts, offered_row
+    floats = jnp.stack([filtering.top_p, temperature, chance], axis=1)
     passes = Passes(vocab, target.shape[0] // positions, config, interpret is not None)
-    width = positions if draft_logits is None else positions // draft_logits.shape[0]
     ring = lambda: (plgpu.SMEM((config.stages, config.tile), jnp.float32), plgpu.Barrier(num_barriers=config.stages))
 
     def verify_draft(*refs) -> None:
-        _program(passes, width, len(sources), judgement is not None, *refs)
+        _program(passes, len(sources), judgement is not None, *refs)
 
     return plgpu.kernel(
         verify_draft,
@@ -143,7 +135,7 @@ def run(
         grid_names=("position",),
         scratch_types=[memory for _ in sources for memory in ring()],
         interpret=interpret,
-    )(*sources, integers, floats)
+    )(*sources, jnp.stack(integers, axis=1), floats)
 
 
 def flatten(logits: Float32[Array, "positions vocab"], config: Config) -> tuple[Float32[Array, " values"], Config]:
@@ -158,20 +150,17 @@ def flatten(logits: Float32[Array, "positions vocab"], config: Config) -> tuple[
     return logits.reshape(-1), dataclasses.replace(config, tile=tile)
 
 
-def _program(passes: Passes, width: int, num_sources: int, judges: bool, *refs) -> None:
-    """One position. `width` is the number of positions of a row, of which the last has no draft."""
+def _program(passes: Passes, num_sources: int, judges: bool, *refs) -> None:
+    """One position."""
     sources, memory = refs[:num_sources], refs[num_sources + 3 :]
     integers, floats, tokens = refs[num_sources : num_sources + 3]
     position = lax.axis_index("position")
-    kind, top_k, furthest, first_key, second_key, draft = (integers[position, i] for i in range(6))
+    kind, top_k, furthest, first_key, second_key, draft, offered_row = (integers[position, i] for i in range(7))
     top_p, temperature, chance = (floats[position, i] for i in range(3))
     keys = first_key.astype(jnp.uint32), second_key.astype(jnp.uint32)
     program = Program(top_k, top_p, furthest, temperature, *keys, draft, chance)
     target = Source(sources[0], *memory[:2], position * passes.width)
-    drafted = None
-    if num_sources == 2:
-        row = lax.div(position, jnp.int32(width))
-        drafted = Source(sources[1], *memory[2:], (position - row) * passes.width)
+    drafted = Source(sources[1], *memory[2:], offered_row * passes.width) if num_sources == 2 else None
 
     @pl.when(kind != IDLE)
     def _():

@@ -1,16 +1,17 @@
 """Verification in plain jnp: the definition that every implementation is compared with.
 
-A row has `width` positions of logits: the target's own, computed in one step from the tokens before each drafted
-token and, last, from all of them. Two rules say how many of the drafts stand (`RULES`):
+The target's logits after each token of a run, drafts included, were computed in one step. Each row yields a token, and
+a draft stands while it is what the row before it yields (`drafts.reached`). Two rules say what that is:
 
-- `agreement`: the target is sampled at every position with that position's own noise, and drafts stand while they
-  are what was sampled. Whoever drafted, the tokens are those that come without drafts, bit for bit.
+- `agreement`: the target's own sample with that position's own noise. Whoever drafted, the tokens are those that come
+  without drafts, bit for bit.
 - `rejection`: modified rejection sampling (Leviathan et al. 2023, Chen et al. 2023). A draft x of probability q(x)
-  stands with probability min(1, p(x) / q(x)); in place of the first that does not, a token is drawn in proportion
-  to max(p - q, 0). The tokens have the target's distribution if each draft was drawn from q with noise of its own.
+  is taken with probability min(1, p(x) / q(x)); in place of one that is not, a token is drawn in proportion to
+  max(p - q, 0). The tokens have the target's distribution if each draft was drawn from q, by noise of the purpose
+  SAMPLING at its position. A proposer that had no choice has q = 1 at its draft.
 
-Greedy rows go by agreement under either rule. Behind the last draft, and where there are none, the token is the
-sampler's own. Random numbers come from (seed, position, purpose), so nothing depends on the other rows.
+Greedy rows go by agreement under either rule, and a row without a draft behind it yields the sampler's token. Random
+numbers come from (seed, position, purpose), so nothing depends on the other rows.
 """
 
 from typing import NamedTuple
@@ -20,119 +21,124 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
+from jaxserve.config import ACCEPTANCE_RULES
 from jaxserve.kernels_pallas.verify_draft import blocks, filters, noise
-from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs
-from jaxserve.kernels_pallas.verify_draft.sampler import Row, SamplingRows, sample
+from jaxserve.kernels_pallas.verify_draft.drafts import DraftLogits, DraftRows, NextDraft
+from jaxserve.kernels_pallas.verify_draft.sampler import Row, SamplingRows, near_tokens, sample
 from jaxserve.sampling_params import COLDEST
 from jaxserve.validation import require
 
-RULES = ("agreement", "rejection")
-
-
-class Verified(NamedTuple):
-    """`tokens` are the accepted drafts and the token that follows them, then -1."""
-
-    num_accepted: Int32[Array, " rows"]
-    next_token: Int32[Array, " rows"]
-    tokens: Int32[Array, "rows width"]
-    logprobs: Logprobs | None  # of `tokens`: leaves [rows, width, ...], zeros where there is no token
-
 
 def verify_draft(
-    logits: Float32[Array, "rows width vocab"],
-    draft_tokens: Int32[Array, "rows width-1"],
-    num_drafts: Int32[Array, " rows"],
+    logits: Float32[Array, "rows vocab"],
     rows: SamplingRows,
     positions: Int32[Array, " rows"],
+    drafts: DraftRows,
     *,
     rule: str = "agreement",
-    draft_logits: Float32[Array, "rows width-1 vocab"] | None = None,
-    raw_logits: Float32[Array, "rows width vocab"] | None = None,
-    max_logprobs: int | None = None,
+    draft_logits: DraftLogits | None = None,
     candidates: int = 64,
-) -> Verified:
-    """How many of each row's first `num_drafts` drafts are accepted, and the token that follows.
+) -> Int32[Array, " rows"]:
+    """The token that each row yields if it is reached; junk for the others.
 
-    `positions` are those of each row's first token (the one sampled from `logits[:, 0]`). `draft_logits` are what the
-    drafts were sampled from by the row's own parameters (-inf for tokens the proposer does not know); None says that
-    the proposer had no choice, so q is 1 at its draft. Only `rejection` looks at them. With `max_logprobs` (static)
-    the tokens' log-probabilities under `raw_logits` are given (`logits` without), as by `logprobs`.
+    `positions` are those of the yielded tokens. `draft_logits` None says that the proposer had no choice; only
+    `rejection` looks at them. `candidates` is the sampler's: it changes the cost, not the tokens (0 judges all rows at
+    once, those behind a wrong draft, too).
     """
     check_rule(rule)
-    sampled = _agree if rule == "agreement" else _reject
     with jax.named_scope("verify_draft"):
-        tokens = sampled(logits, draft_tokens, num_drafts, rows, positions, draft_logits, candidates)
-        raw_logits = logits if raw_logits is None else raw_logits
-        return conclude(tokens, draft_tokens, num_drafts, raw_logits, rows.wants_logprobs, max_logprobs)
+        if rule == "agreement":
+            return sample(logits, rows, positions, candidates=candidates)
+        behind = drafts.next()
+        judged = behind.exists & (rows.temperature >= COLDEST)
+        idle = rows._replace(temperature=jnp.where(judged, jnp.float32(0), rows.temperature))
+        tokens = sample(logits, idle, positions, candidates=candidates)
+        judge = _judge_in_turn if candidates else _judge_together
+        case = Judged(logits, rows, positions, drafts.number, NextDraft(judged, behind.token), draft_logits)
+        return lax.cond(jnp.any(judged), lambda: judge(case, tokens, candidates), lambda: tokens)
 
 
 def check_rule(rule: str) -> None:
     """ValueError for a name that is no rule."""
-    require(rule in RULES, "rule", rule, f"one of {RULES}")
+    require(rule in ACCEPTANCE_RULES, "rule", rule, f"one of {ACCEPTANCE_RULES}")
 
 
-def conclude(
-    tokens: Int32[Array, "rows width"],
-    draft_tokens: Int32[Array, "rows width-1"],
-    num_drafts: Int32[Array, " rows"],
-    raw_logits: Float32[Array, "rows width vocab"],
-    wanted: Int32[Array, " rows"],
-    max_logprobs: int | None,
-) -> Verified:
-    """From the token that each position would give, if all drafts before it are accepted, to the result."""
-    drafts = draft_tokens.shape[1]
-    stands = (tokens[:, :-1] == draft_tokens) & (_steps(draft_tokens) < num_drafts[:, None])
-    num_accepted = jnp.where(stands, jnp.int32(drafts), _steps(stands)).min(axis=1, initial=drafts)
-    next_token = jnp.take_along_axis(tokens, num_accepted[:, None], axis=1, mode="promise_in_bounds")[:, 0]
-    tokens = jnp.where(_steps(tokens) <= num_accepted[:, None], tokens, jnp.int32(-1))
-    found = None if max_logprobs is None else _logprobs(raw_logits, tokens, wanted, max_logprobs)
-    return Verified(num_accepted, next_token, tokens, found)
+class Judged(NamedTuple):
+    """Rows behind some of which a sampled row's draft stands."""
+
+    logits: Float32[Array, "rows vocab"]
+    rows: SamplingRows
+    positions: Int32[Array, " rows"]
+    number: Int32[Array, " rows"]
+    next: NextDraft
+    draft_logits: DraftLogits | None
 
 
-def _agree(logits, draft_tokens, num_drafts, rows: SamplingRows, positions, draft_logits, candidates: int):
-    """The target's own samples."""
-    count, width, vocab = logits.shape
-    every, at = each(rows, positions, width)
-    idle = (_steps(logits) > num_drafts[:, None]).reshape(-1)
-    every = every._replace(temperature=jnp.where(idle, jnp.float32(0), every.temperature))
-    return sample(logits.reshape(-1, vocab), every, at, candidates=candidates).reshape(count, width)
+def _judge_in_turn(case: Judged, tokens: Int32[Array, " rows"], candidates: int) -> Int32[Array, " rows"]:
+    """`tokens` with those of the judged rows, one row after the other up to a run's first wrong draft: what is in
+    memory is the distributions of one row, and the cost goes by the drafts that are looked at."""
+    q_rows = None if case.draft_logits is None else case.draft_logits.next_row()
+
+    def turn(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        tokens, right = carry
+        right |= case.number[index] == 0
+
+        def judge() -> tuple[Array, Array]:
+            own = lambda leaf: lax.dynamic_slice_in_dim(leaf, index, 1)
+            q_logits = None if q_rows is None else lax.dynamic_slice_in_dim(case.draft_logits.logits, q_rows[index], 1)
+            one = jax.tree.map(own, case._replace(draft_logits=None))
+            token = _judge(one, q_logits, candidates)
+            return lax.dynamic_update_slice(tokens, token, (index,)), right & (token == one.next.token)[0]
+
+        return lax.cond(case.next.exists[index] & right, judge, lambda: (tokens, right))
+
+    return lax.fori_loop(0, len(tokens), turn, (tokens, jnp.bool_(True)))[0]
 
 
-def _reject(logits, draft_tokens, num_drafts, rows: SamplingRows, positions, draft_logits, candidates: int):
-    """The drafts that stand, another token where one does not, and the sampler's behind the last."""
-    count, width, vocab = logits.shape
-    last = jnp.take_along_axis(logits, num_drafts[:, None, None], axis=1, mode="promise_in_bounds")[:, 0]
-    following = sample(last, rows, positions + num_drafts, candidates=candidates)
-    if width == 1:
-        return following[:, None]
-    every, at = each(rows, positions, width - 1)
-    target = logits[:, :-1].reshape(-1, vocab)
-    drafts = jnp.clip(draft_tokens.reshape(-1), 0, vocab - 1)
-    if draft_logits is None:
-        offered = (lax.iota(jnp.int32, vocab) == drafts[:, None]).astype(jnp.float32)
+def _judge_together(case: Judged, tokens: Int32[Array, " rows"], candidates: int) -> Int32[Array, " rows"]:
+    """The same for all judged rows at once."""
+    q_logits = None if case.draft_logits is None else case.draft_logits.logits[case.draft_logits.next_row()]
+    return jnp.where(case.next.exists, _judge(case, q_logits, candidates), tokens)
+
+
+def _judge(case: Judged, q_logits: Float32[Array, "rows vocab"] | None, candidates: int) -> Int32[Array, " rows"]:
+    """The drafts that stand, and another token where one does not."""
+    rows, vocab = case.rows, case.logits.shape[1]
+    draft = jnp.clip(case.next.token, 0, vocab - 1)
+    wanted = probabilities(case.logits, rows, candidates=candidates)
+    if q_logits is None:
+        offered = (lax.iota(jnp.int32, vocab) == draft[:, None]).astype(jnp.float32)
     else:
-        offered = probabilities(draft_logits.reshape(-1, vocab), every)
-    wanted = probabilities(target, every)
-    chance = noise.uniform(noise.row_keys(every.seed, at, noise.ACCEPTANCE)[:, 0])
-    stands = chance * _at(offered, drafts) < _at(wanted, drafts)
-    instead = _draw(wanted - offered, wanted, noise.row_keys(every.seed, at, noise.RESIDUAL))
-    tokens = jnp.where(stands, drafts, instead)
-    tokens = jnp.where(every.temperature < COLDEST, blocks.largest(target)[0], tokens).reshape(count, width - 1)
-    tokens = jnp.concatenate([tokens, following[:, None]], axis=1)
-    return jnp.where(_steps(tokens) == num_drafts[:, None], following[:, None], tokens)
+        offered = probabilities(q_logits, rows, candidates=candidates)
+    chance = noise.uniform(noise.row_keys(rows.seed, case.positions, noise.ACCEPTANCE)[:, 0])
+    stands = chance * _at(offered, draft) < _at(wanted, draft)
+    keys = noise.row_keys(rows.seed, case.positions, noise.RESIDUAL)
+    instead = lax.cond(stands.all(), lambda: draft, lambda: _draw(wanted - offered, wanted, keys))
+    return jnp.where(stands, draft, instead)
 
 
-def probabilities(logits: Float32[Array, "rows vocab"], rows: SamplingRows) -> Float32[Array, "rows vocab"]:
+def probabilities(
+    logits: Float32[Array, "rows vocab"], rows: SamplingRows, *, candidates: int = 64
+) -> Float32[Array, "rows vocab"]:
     """What `sample` draws from; for greedy rows it is of no use."""
     vocab = logits.shape[1]
     limb = filters.limb_bits(vocab)
     temperature = jnp.where(rows.temperature >= COLDEST, rows.temperature, jnp.float32(1))
-    distances = Row(blocks.largest(logits)[1], temperature, rows.seed).distances(logits)
+    row = Row(blocks.largest(logits)[1], temperature, rows.seed)
     filtering = filters.FilterRows.of(rows.top_k, rows.top_p, rows.min_p, vocab)
+    distances = row.distances(logits)
 
     def furthest() -> Array:
-        nucleus = filters.Nucleus.of(distances, filtering)
-        return filters.bisect(lambda at: nucleus.keeps(distances, at), len(logits))
+        def search() -> Array:
+            nucleus = filters.Nucleus.of(distances, filtering)
+            return filters.bisect(lambda at: nucleus.keeps(distances, at), len(logits))
+
+        if not candidates:
+            return search()
+        near = near_tokens(logits, row, filtering, candidates)
+        last = jnp.where(near.kept, near.distances, jnp.float32(0)).max(axis=1)
+        sufficed = near.suffices | ~filtering.active(vocab)
+        return jnp.where(near.suffices, last, lax.cond(sufficed.all(), lambda: last, search))
 
     everything = jnp.full(len(logits), jnp.inf, jnp.float32)
     limit = lax.cond(jnp.any(filtering.active(vocab)), furthest, lambda: everything)
@@ -149,24 +155,6 @@ def _draw(excess: Float32[Array, "rows vocab"], otherwise: Float32[Array, "rows 
     ids = lax.iota(jnp.int32, excess.shape[1])[None]
     race = jnp.where(weight > 0, noise.negative_gumbel(keys, ids) - jnp.log(weight), jnp.float32(jnp.inf))
     return lax.argmin(race, 1, jnp.int32)
-
-
-def _logprobs(logits: Float32[Array, "rows width vocab"], tokens: Int32[Array, "rows width"], wanted, width: int):
-    count, positions, vocab = logits.shape
-    wanted = jnp.where(tokens >= 0, wanted[:, None], jnp.int32(-1)).reshape(-1)
-    found = logprobs(logits.reshape(-1, vocab), jnp.maximum(tokens, 0).reshape(-1), width, wanted)
-    return jax.tree.map(lambda leaf: leaf.reshape(count, positions, *leaf.shape[1:]), found)
-
-
-def each(rows: SamplingRows, positions: Int32[Array, " rows"], width: int) -> tuple[SamplingRows, Array]:
-    """The parameters and the position of each of a row's tokens, row after row."""
-    at = positions[:, None] + lax.iota(jnp.int32, width)
-    return jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), rows), at.reshape(-1)
-
-
-def _steps(like: Array) -> Int32[Array, "1 n"]:
-    """The numbers of the columns."""
-    return lax.iota(jnp.int32, like.shape[1])[None]
 
 
 def _at(values: Float32[Array, "rows vocab"], ids: Int32[Array, " rows"]) -> Float32[Array, " rows"]:

@@ -87,10 +87,20 @@ def sample(
         return lax.cond(jnp.any(samples), draw, lambda: greedy)
 
 
-def _draw_from_candidates(
+class NearTokens(NamedTuple):
+    """The best tokens of each row in ascending order of distance, which of them the filters keep, and for which rows
+    these are all that they keep."""
+
+    ids: Int32[Array, "rows k"]
+    distances: Float32[Array, "rows k"]
+    kept: Bool[Array, "rows k"]
+    suffices: Bool[Array, " rows"]
+
+
+def near_tokens(
     logits: Float32[Array, "rows vocab"], row: Row, filtering: filters.FilterRows, candidates: int
-) -> tuple[Int32[Array, " rows"], Bool[Array, " rows"]]:
-    """The sampled tokens, and whether the candidates sufficed."""
+) -> NearTokens:
+    """The filters on the best `candidates` tokens of each row."""
     vocab = logits.shape[1]
 
     def whole_mass() -> filters.Mass:
@@ -102,10 +112,17 @@ def _draw_from_candidates(
 
     top = blocks.top_logits(logits, min(candidates + 1, vocab))
     distances = row.distances(top.logits)
-    kept, suffices = filters.candidate_limits(distances, filtering, vocab, whole_mass)
-    race = jnp.where(kept, distances + negative_gumbel(row.keys, top.ids), jnp.float32(jnp.inf))
+    return NearTokens(top.ids, distances, *filters.candidate_limits(distances, filtering, vocab, whole_mass))
+
+
+def _draw_from_candidates(
+    logits: Float32[Array, "rows vocab"], row: Row, filtering: filters.FilterRows, candidates: int
+) -> tuple[Int32[Array, " rows"], Bool[Array, " rows"]]:
+    """The sampled tokens, and whether the candidates sufficed."""
+    near = near_tokens(logits, row, filtering, candidates)
+    race = jnp.where(near.kept, near.distances + negative_gumbel(row.keys, near.ids), jnp.float32(jnp.inf))
     winners = race == race.min(axis=1, keepdims=True)
-    return jnp.where(winners, top.ids, jnp.int32(vocab)).min(axis=1), suffices
+    return jnp.where(winners, near.ids, jnp.int32(logits.shape[1])).min(axis=1), near.suffices
 
 
 def _race(logits: Float32[Array, "rows vocab"], row: Row, limit: Float32[Array, " rows"]) -> Int32[Array, " rows"]:

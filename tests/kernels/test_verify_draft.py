@@ -1,111 +1,124 @@
 """Verification of drafts: agreement gives the sampler's own tokens, rejection the target's distribution."""
 
 import functools
-import itertools
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
 import scipy.stats
+from hypothesis import strategies as st
 
-from jaxserve.kernels_pallas.verify_draft.logprobs import logprobs
-from jaxserve.kernels_pallas.verify_draft.reference import RULES, verify_draft
+from jaxserve.config import ACCEPTANCE_RULES
+from jaxserve.kernels_pallas.verify_draft import DraftLogits, DraftRows, reached
+from jaxserve.kernels_pallas.verify_draft.reference import verify_draft
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows, sample
 from jaxserve.sampling_params import SamplingParams
-from tests.kernels.verify_tools import KINDS, make_case
+from tests.kernels.verify_tools import KINDS, make_case, sampled_drafts
 from tests.sampling.helpers import by_candidates, exact_distribution, rows_of
 
 # The whole family of chi-square tests fails by chance with this probability (Bonferroni); seeds are fixed.
 FAMILY_ALPHA = 1e-3
-ROWS, WIDTH, VOCAB = 16, 4, 300  # of most tests: each shape is a compilation
-compute = jax.jit(logprobs, static_argnums=2)
+RUNS, WIDTH, VOCAB = 16, 4, 300  # of most tests: each shape is a compilation
 WAYS = [("agreement", "sampled"), ("rejection", "certain"), ("rejection", "sampled")]
-verify = jax.jit(verify_draft, static_argnames=("rule", "max_logprobs", "candidates"))
+verify = jax.jit(verify_draft, static_argnames=("rule", "candidates"))
 
 
-def test_agreement_accepts_what_the_sampler_gives_and_continues_with_it():
-    case = make_case(ROWS, WIDTH, VOCAB)
-    found = verify(*case.arguments)
-    for row in range(ROWS):
-        drafts = case.draft_tokens[row, : case.num_drafts[row]]
-        agrees = drafts == case.samples[row, : len(drafts)]
-        accepted = len(drafts) if agrees.all() else int(agrees.argmin())
-        assert found.num_accepted[row] == accepted
-        assert found.next_token[row] == case.samples[row, accepted]
-        expected = [*case.samples[row, : accepted + 1], *[-1] * (WIDTH - 1 - accepted)]
-        assert found.tokens[row].tolist() == expected
-    assert 0 < int(found.num_accepted.sum()) < int(case.num_drafts.sum())
+def test_agreement_gives_the_samplers_tokens():
+    case = make_case(RUNS, WIDTH, VOCAB)
+    np.testing.assert_array_equal(verify(*case.arguments), case.samples)
+    lengths = [len(tokens) for tokens in case.yielded(case.samples)]
+    assert 1 == min(lengths) < max(lengths), "nothing was verified"
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ACCEPTANCE_RULES)
 def test_without_drafts_it_is_the_sampler(rule):
-    case = make_case(ROWS, 1, VOCAB)
-    found = verify(*case.arguments, rule=rule)
-    np.testing.assert_array_equal(found.next_token, case.samples[:, 0])
-    np.testing.assert_array_equal(found.tokens, case.samples)
-    assert not found.num_accepted.any()
-    idle = make_case(ROWS, WIDTH, VOCAB)._replace(num_drafts=np.zeros(ROWS, np.int32))
-    found = verify(*idle.arguments, rule=rule)
-    np.testing.assert_array_equal(found.next_token, idle.samples[:, 0])
+    case = make_case(RUNS, WIDTH, VOCAB)
+    first = case.drafts.number == 0
+    idle = case._replace(drafts=case.drafts._replace(real=first))
+    np.testing.assert_array_equal(verify(*idle.arguments, rule=rule)[first], case.samples[first])
+    alone = case._replace(drafts=DraftRows(np.zeros_like(case.drafts.number), case.drafts.token, np.ones_like(first)))
+    np.testing.assert_array_equal(verify(*alone.arguments, rule=rule), case.samples)
 
 
 @pytest.mark.parametrize(("rule", "drafter"), WAYS)
-def test_a_rows_result_does_not_depend_on_the_others(rule, drafter):
-    case, other = make_case(ROWS, WIDTH, VOCAB), make_case(ROWS, WIDTH, VOCAB, spread=0.3, seed=9)
-    noise = np.random.default_rng(5).normal(size=(ROWS, WIDTH - 1, VOCAB)).astype(np.float32)
-    proposed = lambda case: case.logits[:, :-1] + noise if drafter == "sampled" else None
-    together = verify(*case.arguments, rule=rule, draft_logits=proposed(case))
-    order = np.random.default_rng(1).permutation(ROWS)
-    mine = np.arange(ROWS) % 3 == 0  # elsewhere, among rows that are not the same
-    mix = lambda leaf, alien: np.where(mine.reshape(-1, *[1] * (leaf.ndim - 1)), np.asarray(leaf)[order], alien)
-    mixed = jax.tree.map(mix, case.arguments, other.arguments)
-    draft_logits = None if drafter == "certain" else mix(proposed(case), proposed(other))
-    found = verify(*mixed, rule=rule, draft_logits=draft_logits)
-    jax.tree.map(lambda one, all_: np.testing.assert_array_equal(one[mine], all_[order][mine]), found, together)
+def test_a_runs_tokens_do_not_depend_on_the_others(rule, drafter):
+    case, other = make_case(RUNS, WIDTH, VOCAB), make_case(RUNS, WIDTH, VOCAB, spread=0.3, seed=9)
+    proposed = sampled_drafts(case) if drafter == "sampled" else None
+    together = case.yielded(verify(*case.arguments, rule=rule, draft_logits=proposed))
+    order = np.random.default_rng(1).permutation(RUNS)
+    mine = np.arange(RUNS) % 3 == 0  # elsewhere, among runs that are not the same
+    places = (order[:, None] * WIDTH + np.arange(WIDTH)).reshape(-1)
+    kept = np.repeat(mine, WIDTH)
+    mix = lambda leaf, alien: np.where(kept.reshape(-1, *[1] * (leaf.ndim - 1)), np.asarray(leaf)[places], alien)
+    mixed = jax.tree.map(mix, case, other)
+    if proposed is not None:
+        proposed = proposed._replace(row=proposed.row[places])
+    found = mixed.yielded(verify(*mixed.arguments, rule=rule, draft_logits=proposed))
+    assert [tokens for run, tokens in enumerate(found) if mine[run]] == [
+        together[run] for run, own in zip(order, mine, strict=True) if own
+    ]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_greedy_rows_accept_the_likeliest_tokens_and_no_others(rule):
-    case = make_case(ROWS, WIDTH, VOCAB, kinds=[{"temperature": 0}])
-    found = verify(*case.arguments, rule=rule)
-    likeliest = case.logits.argmax(-1)
-    for row in range(ROWS):
-        accepted = int(found.num_accepted[row])
-        np.testing.assert_array_equal(found.tokens[row, : accepted + 1], likeliest[row, : accepted + 1])
-        if accepted < case.num_drafts[row]:
-            assert case.draft_tokens[row, accepted] != likeliest[row, accepted]
+@pytest.mark.parametrize("drafter", ["certain", "sampled"])
+def test_the_ways_to_filter_agree(drafter):
+    case = make_case(RUNS, WIDTH, VOCAB)
+    proposed = sampled_drafts(case) if drafter == "sampled" else None
+    expected = verify(*case.arguments, rule="rejection", draft_logits=proposed)
+    for candidates in (0, 4):
+        found = verify(*case.arguments, rule="rejection", draft_logits=proposed, candidates=candidates)
+        assert case.yielded(found) == case.yielded(expected)
 
 
-def test_logprobs_are_those_of_the_tokens():
-    case = make_case(ROWS, WIDTH, VOCAB)
-    wanted = np.resize(np.array([-1, 0, 3, 5], np.int32), ROWS)
-    rows = case.rows._replace(wants_logprobs=wanted)
-    raw = case.logits + np.random.default_rng(9).normal(size=case.logits.shape).astype(np.float32)
-    found = verify(*case._replace(rows=rows).arguments, raw_logits=raw, max_logprobs=5)
-    exact = scipy.special.log_softmax(raw.astype(np.float64), axis=-1)
-    for row, step in itertools.product(range(ROWS), range(WIDTH)):
-        token, count = int(found.tokens[row, step]), int(wanted[row])
-        leaves = jax.tree.map(lambda leaf, at=(row, step): np.asarray(leaf)[at], found.logprobs)
-        if token < 0 or count < 0:
-            assert all(not np.any(leaf) for leaf in leaves)
-            continue
-        np.testing.assert_allclose(leaves.token_logprob, exact[row, step, token], atol=2e-5)
-        alone = compute(raw[row : row + 1, step], np.array([token], np.int32), 5, wanted[row : row + 1])
-        assert leaves.token_logprob == alone.token_logprob[0]
-        assert leaves.rank == alone.rank[0]
-        np.testing.assert_array_equal(leaves.top_ids[:count], alone.top_ids[0, :count])
-        np.testing.assert_array_equal(leaves.top_logprobs[:count], alone.top_logprobs[0, :count])
+@pytest.mark.parametrize("rule", ACCEPTANCE_RULES)
+def test_greedy_rows_yield_the_likeliest_tokens(rule):
+    case = make_case(RUNS, WIDTH, VOCAB, kinds=[{"temperature": 0}])
+    np.testing.assert_array_equal(verify(*case.arguments, rule=rule), case.logits.argmax(-1))
 
 
 def test_the_users_settings_change_nothing():
-    case = make_case(ROWS, WIDTH, VOCAB)
-    expected = verify(*case.arguments, rule="rejection")
+    case = make_case(RUNS, WIDTH, VOCAB)
+    expected = verify(*case.arguments, rule="rejection", draft_logits=sampled_drafts(case))
     with jax.enable_x64(True), jax.default_prng_impl("rbg"):
-        found = verify(*case.arguments, rule="rejection")
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"int32"}
+        found = verify(*case.arguments, rule="rejection", draft_logits=sampled_drafts(case))
+    np.testing.assert_array_equal(found, expected)
+    assert found.dtype == np.int32
+
+
+run = st.tuples(
+    st.lists(st.integers(0, 1), min_size=0, max_size=7),  # draft tokens
+    st.integers(0, 7),  # how many of them exist
+    st.lists(st.integers(0, 1), min_size=8, max_size=8),  # what the rows yield
+    st.lists(st.booleans(), min_size=8, max_size=8),  # whether they can yield anything
+)
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(st.lists(run, min_size=1, max_size=6), st.booleans())
+def test_the_rows_that_count_are_those_behind_right_drafts(runs, all_alive):
+    size = 24
+    number, draft, real, yielded, alive, expected = ([] for _ in range(6))
+    for drafts, exist, targets, can in runs:
+        exist = min(exist, len(drafts))
+        if len(number) + len(drafts) + 1 > size:
+            break
+        going_on = True
+        for row in range(len(drafts) + 1):
+            lives = all_alive or can[row]
+            if row > 0:
+                going_on = going_on and row <= exist and lives and drafts[row - 1] == targets[row - 1]
+            number.append(row)
+            draft.append(drafts[row - 1] if row else 9)
+            real.append(row <= exist)
+            yielded.append(targets[row])
+            alive.append(lives)
+            expected.append(going_on)
+    fill = lambda values, value, dtype: np.array([*values, *[value] * (size - len(values))], dtype)
+    rows = DraftRows(*map(jnp.asarray, (fill(number, 0, np.int32), fill(draft, 0, np.int32), fill(real, False, bool))))
+    counts = reached(rows, jnp.asarray(fill(yielded, 0, np.int32)), jnp.asarray(fill(alive, True, bool)))
+    assert counts[: len(number)].tolist() == expected
+    assert not counts[len(number) :].any(), "padding counts"
 
 
 # The joint distribution of three tokens over a vocabulary of four, where the next token depends on the last.
@@ -136,12 +149,20 @@ def one_round(last, positions, rows, *, rule, drafter):
         certain = jnp.argmax(logits, axis=1).astype(jnp.int32)
         drafts.append(sample(logits, rows, positions + step) if drafter == "sampled" else certain)
         before.append(drafts[-1])
-    logits = jnp.stack([target[token] for token in before], axis=1)
-    draft_logits = jnp.stack([proposer[token] for token in before[:-1]], axis=1) if drafter == "sampled" else None
-    counts = jnp.full(len(last), DRAFTS, jnp.int32)
-    drafts = jnp.stack(drafts, axis=1)
-    found = verify_draft(logits, drafts, counts, rows, positions, rule=rule, draft_logits=draft_logits)
-    return found.tokens, found.num_accepted
+    width, count = DRAFTS + 1, len(last)
+    flat = lambda columns: jnp.stack(columns, axis=1).reshape(width * count, *columns[0].shape[1:])
+    number = jnp.tile(jnp.arange(width, dtype=jnp.int32), count)
+    runs = DraftRows(number, flat(before), jnp.ones(width * count, bool))
+    offered = None
+    if drafter == "sampled":
+        at = jnp.arange(width * count, dtype=jnp.int32)
+        offered = DraftLogits(flat([proposer[token] for token in [last, *before[:-1]]]), at)
+    every = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), rows)
+    at = flat([positions + step for step in range(width)])
+    extras = {"rule": rule, "draft_logits": offered, "candidates": 0}  # all rows at once: there are many
+    tokens = verify_draft(target[flat(before)], every, at, runs, **extras)
+    counts = reached(runs, tokens, jnp.ones_like(runs.real)).reshape(count, width)
+    return tokens.reshape(count, width), counts.sum(axis=1) - 1
 
 
 def requests(given: dict) -> SamplingRows:
@@ -164,7 +185,7 @@ def generate(given: dict, rule: str, drafter: str) -> tuple[np.ndarray, np.ndarr
         for step in range(DRAFTS + 1):
             new = running & (step <= accepted)
             tokens[every[new], length[new] + step] = found[new, step]
-        last = np.where(running, found[every, accepted], last)
+        last = np.where(running, found[every, accepted], last).astype(np.int32)
         length = np.where(running, length + accepted + 1, length).astype(np.int32)
     return tokens[:, :LENGTH], first
 
@@ -205,4 +226,4 @@ def test_agreement_gives_the_tokens_of_one_by_one(given):
 
 def test_an_unknown_rule_is_an_error():
     with pytest.raises(ValueError, match="rule"):
-        verify(*make_case(ROWS, WIDTH, VOCAB).arguments, rule="always")
+        verify(*make_case(RUNS, WIDTH, VOCAB).arguments, rule="always")

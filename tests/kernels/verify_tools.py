@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
+from jaxserve.kernels_pallas.verify_draft import DraftLogits, DraftRows
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.sampling_params import SamplingParams
 from tests.sampling.helpers import by_candidates, rows_of
@@ -21,18 +23,31 @@ KINDS = [
 
 
 class Case(NamedTuple):
-    """Arguments of `verify_draft`, and the target's own samples at every position."""
+    """Runs of equal width behind each other: arguments of `verify_draft`, and the target's own samples."""
 
-    logits: np.ndarray
-    draft_tokens: np.ndarray
-    num_drafts: np.ndarray
+    logits: np.ndarray  # [count * width, vocab]
     rows: SamplingRows
     positions: np.ndarray
-    samples: np.ndarray
+    drafts: DraftRows
+    samples: np.ndarray  # [count * width]
 
     @property
     def arguments(self):
         return self[:-1]
+
+    def yielded(self, tokens) -> list[list[int]]:
+        """The tokens of each run that count: those up to the first that is not the draft behind it."""
+        number, token, real = map(np.asarray, self.drafts)
+        runs, going_on = [], True
+        for row, yielded in enumerate(np.asarray(tokens).tolist()):
+            if number[row] == 0:
+                runs.append([])
+                going_on = True
+            else:
+                going_on = going_on and bool(real[row]) and token[row] == runs[-1][-1]
+            if going_on:
+                runs[-1].append(yielded)
+        return runs
 
 
 def params_of(count: int, kinds=KINDS) -> list[SamplingParams]:
@@ -42,18 +57,28 @@ def params_of(count: int, kinds=KINDS) -> list[SamplingParams]:
 def make_case(
     count: int, width: int, vocab: int, *, spread: float = 2.0, seed: int = 0, kinds=KINDS, raised: slice = slice(0)
 ) -> Case:
-    """Drafts agree with the samples up to a random place; what stands behind `num_drafts` is junk."""
+    """Drafts agree with the samples up to a random place; what stands where no draft is real is junk."""
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=(count, width, vocab)) * spread).astype(np.float32)
     logits[..., raised] += 10
+    steps = np.arange(width, dtype=np.int32)
+    positions = (rng.integers(0, 1000, count)[:, None] + steps).astype(np.int32)
     rows = rows_of(params_of(count, kinds))
-    positions = rng.integers(0, 1000, count).astype(np.int32)
-    samples = [by_candidates(logits[:, i], rows, positions + np.int32(i)) for i in range(width)]
-    samples = np.stack(samples, axis=1)
-    agreeing = rng.integers(0, width, count)
-    steps = np.arange(width - 1)
-    wrong = (samples[:, :-1] + 1) % vocab
-    drafts = np.where(steps < agreeing[:, None], samples[:, :-1], wrong).astype(np.int32)
-    num_drafts = rng.integers(0, width, count).astype(np.int32)
-    drafts = np.where(steps < num_drafts[:, None], drafts, rng.integers(-1, vocab, drafts.shape)).astype(np.int32)
-    return Case(logits, drafts, num_drafts, rows, positions, samples)
+    samples = np.stack([by_candidates(logits[:, i], rows, positions[:, i]) for i in range(width)], axis=1)
+    right = steps[:-1] < rng.integers(0, width, count)[:, None]
+    drafts = np.where(right, samples[:, :-1], (samples[:, :-1] + 1) % vocab)
+    real = steps <= rng.integers(0, width, count)[:, None]
+    drafts = np.where(real[:, 1:], drafts, rng.integers(-1, vocab, drafts.shape))
+    token = np.concatenate([np.full((count, 1), -1), drafts], axis=1).astype(np.int32).reshape(-1)
+    flat = DraftRows(np.tile(steps, count), token, real.reshape(-1))
+    repeated = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf), width, axis=0), rows)
+    return Case(logits.reshape(-1, vocab), repeated, positions.reshape(-1), flat, samples.reshape(-1))
+
+
+def sampled_drafts(case: Case, seed: int = 3) -> DraftLogits:
+    """Logits near the target's, as a proposer that samples has them, in another order than the rows."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(case.logits)).astype(np.int32)
+    logits = np.empty_like(case.logits)
+    logits[order] = np.roll(case.logits, 1, axis=0) + rng.normal(size=case.logits.shape).astype(np.float32)
+    return DraftLogits(logits, order)
