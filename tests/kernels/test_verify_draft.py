@@ -61,14 +61,13 @@ def test_a_runs_tokens_do_not_depend_on_the_others(rule, drafter):
     ]
 
 
-@pytest.mark.parametrize("drafter", ["certain", "sampled"])
-def test_the_ways_to_filter_agree(drafter):
+@pytest.mark.parametrize("candidates", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_ways_to_judge_agree(candidates):
+    """All rows at once, without looking at the best tokens first, or at so few that they rarely suffice."""
     case = make_case(RUNS, WIDTH, VOCAB)
-    proposed = sampled_drafts(case) if drafter == "sampled" else None
-    expected = verify(*case.arguments, rule="rejection", draft_logits=proposed)
-    for candidates in (0, 4):
-        found = verify(*case.arguments, rule="rejection", draft_logits=proposed, candidates=candidates)
-        assert case.yielded(found) == case.yielded(expected)
+    given = {"rule": "rejection", "draft_logits": sampled_drafts(case)}
+    expected = case.yielded(verify(*case.arguments, **given))
+    assert case.yielded(verify(*case.arguments, **given, candidates=candidates)) == expected
 
 
 @pytest.mark.parametrize("rule", ACCEPTANCE_RULES)

@@ -1,5 +1,6 @@
 """What the host is told of the rows of a step."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.speculative.acceptance import NO_DRAFT, NO_TOKEN, REJECTED
@@ -15,5 +16,5 @@ def test_every_row_is_a_token_or_says_why_there_is_none():
         (7, True, False, False, NO_DRAFT),
         (7, False, False, False, NO_DRAFT),
     ]
-    *rows, expected = map(np.array, zip(*columns, strict=True))
-    np.testing.assert_array_equal(reported(rows[0].astype(np.int32), *rows[1:]), expected)
+    token, alive, real, counts, expected = map(jnp.array, zip(*columns, strict=True))
+    np.testing.assert_array_equal(reported(token, alive, real, counts), expected)
