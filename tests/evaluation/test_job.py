@@ -236,7 +236,7 @@ def test_an_item_that_fails_says_so_and_the_others_count(model, tmp_path, capsys
     assert status == 1, err
     assert "tiny (4 items, 1 failed)" in out
     assert "size" in out
-    assert re.search(r"tiny: 100%.*4/4 \[\d+:\d+<00:00, \S*(item/s|s/item)\]", err.replace("\r", "\n")), err
+    assert re.search(r"tiny: 100%.*4/4 \[\d+:\d+<00:00,\s+\S*(item/s|s/item)\]", err.replace("\r", "\n")), err
     lines = lines_of(tmp_path / "results" / "tiny" / "adding.jsonl")
     assert [line.get("error", "")[:19] for line in lines] == ["", "", "prompt: 151 tokens:", ""]
     sizes = [len(line["prediction"] or "") for line in lines if "error" not in line]
