@@ -60,6 +60,7 @@ def test_accuracy_and_perplexity(results, golden):
     assert scores["accuracy_per_byte"]["value"] == np.mean((golden["choices"] / sizes).argmax(-1) == right)
     lines, scores = results["passages"]
     total, count = golden["texts"].sum(0)
-    np.testing.assert_allclose([line["logprob"] for line in lines], golden["texts"][:, 0], atol=2e-3, rtol=0)
+    # Of 130 tokens each.
+    np.testing.assert_allclose([line["logprob"] for line in lines], golden["texts"][:, 0], atol=1e-2, rtol=0)
     assert [line["num_scored_tokens"] for line in lines] == golden["texts"][:, 1].tolist()
     assert scores["perplexity"]["value"] == pytest.approx(np.exp(-total / count), rel=1e-4)
