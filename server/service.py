@@ -21,7 +21,11 @@ from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import DEMO_NAME, ServerConfig
 from jaxserve.server.errors import ApiError
+from jaxserve.server.forms import ToolCalling
+from jaxserve.server.message import MessageReader
 from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from jaxserve.server.reasoning import BEGIN, PARSERS, ReasoningReader
+from jaxserve.server.tool_calls import FORMATS, format_of_template
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -198,6 +202,30 @@ class Service:
             prompts = request.prompts()
         check = self.engine.input_processor.check
         return [check(prompt, params) for prompt in prompts]
+
+    def tool_calling(self, request: ChatCompletionRequest) -> ToolCalling | None:
+        """The tool calls that the answer may hold; ValueError where the model's template knows no tools."""
+        if not request.may_call:
+            return None
+        special_tokens = self.tokenizer.special_tokens
+        template = self._chat_template.chosen(request.chat_template or self._template, tools=True)
+        if "tools" not in template:
+            raise ValueError("tools: not supported: the chat template of this model takes none")
+        name = self.config.tool_call_parser or format_of_template(template)
+        parallel = request.parallel_tool_calls is not False
+        return ToolCalling(FORMATS[name](special_tokens), request.tools, request.tool_choice, parallel=parallel)
+
+    def message_reader(
+        self, request: ChatCompletionRequest, params: SamplingParams, prompt: str, tools: ToolCalling | None
+    ) -> MessageReader:
+        """What reads a choice of the answer to a chat."""
+        reasoning = None
+        # An answer of a given form is all answer: the form leaves no room for thoughts.
+        if self.config.reasoning_parser is not None and params.structured_outputs is None:
+            begun = PARSERS[self.config.reasoning_parser] or prompt.rstrip().endswith(BEGIN)
+            reasoning = ReasoningReader(begun=begun)
+        shows = request.include_reasoning is not False
+        return MessageReader(reasoning, None if tools is None else tools.reader(), shows_reasoning=shows)
 
     def chat_prompt(self, messages: list[dict], rendering: dict[str, Any]) -> dict[str, Any]:
         if "chat_template" not in rendering:
