@@ -2,8 +2,12 @@
 
 from typing import NamedTuple
 
+from jaxserve.server.forms import ToolCalling
+from jaxserve.server.protocol import ChatCompletionRequest
 from jaxserve.server.reasoning import ReasoningReader
-from jaxserve.server.tool_calls import ToolCall, ToolCallReader
+from jaxserve.server.tool_calls import FORMATS, ToolCall, ToolCallReader, format_of_template
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
 
 
 class Parts(NamedTuple):
@@ -39,3 +43,24 @@ class MessageReader:
             text, calls = self._tools.push(text, final=final)
         self.num_calls += len(calls)
         return Parts(text, thought if self._shows_reasoning else "", calls)
+
+
+def tool_calling(
+    request: ChatCompletionRequest,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    chat_template: str | None = None,
+    parser: str | None = None,
+) -> ToolCalling | None:
+    """The tool calls that the answer to a chat may hold, in the format `parser` or that of the template; None for none.
+
+    `chat_template` takes the place of the model's own. ValueError where the template knows no tools.
+    """
+    if not request.may_call:
+        return None
+    source = template.chosen(chat_template, tools=True)
+    if "tools" not in source:
+        raise ValueError("tools: not supported: the chat template of this model takes none")
+    tool_format = FORMATS[parser or format_of_template(source)](tokenizer.special_tokens)
+    parallel = request.parallel_tool_calls is not False
+    return ToolCalling(tool_format, request.tools, request.tool_choice, parallel=parallel)

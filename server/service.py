@@ -22,10 +22,9 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import DEMO_NAME, ServerConfig
 from jaxserve.server.errors import ApiError
 from jaxserve.server.forms import ToolCalling
-from jaxserve.server.message import MessageReader
+from jaxserve.server.message import MessageReader, tool_calling
 from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from jaxserve.server.reasoning import BEGIN, PARSERS, ReasoningReader
-from jaxserve.server.tool_calls import FORMATS, format_of_template
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -204,16 +203,9 @@ class Service:
         return [check(prompt, params) for prompt in prompts]
 
     def tool_calling(self, request: ChatCompletionRequest) -> ToolCalling | None:
-        """The tool calls that the answer may hold; ValueError where the model's template knows no tools."""
-        if not request.may_call:
-            return None
-        special_tokens = self.tokenizer.special_tokens
-        template = self._chat_template.chosen(request.chat_template or self._template, tools=True)
-        if "tools" not in template:
-            raise ValueError("tools: not supported: the chat template of this model takes none")
-        name = self.config.tool_call_parser or format_of_template(template)
-        parallel = request.parallel_tool_calls is not False
-        return ToolCalling(FORMATS[name](special_tokens), request.tools, request.tool_choice, parallel=parallel)
+        """The tool calls that the answer may hold."""
+        template = request.chat_template or self._template
+        return tool_calling(request, self._chat_template, self.tokenizer, template, self.config.tool_call_parser)
 
     def message_reader(
         self, request: ChatCompletionRequest, params: SamplingParams, prompt: str, tools: ToolCalling | None
