@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
+    from jaxserve.beam_search import BeamSearchParams
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
     from jaxserve.llm import LLM
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
     from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxserve.sampling_params import SamplingParams
     from jaxserve.scoring import Score
+    from jaxserve.structured.params import StructuredOutputsParams
     from jaxserve.training import LogprobReport, logprob_report, output_logprobs, sequence_logprobs
 
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
@@ -29,6 +32,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Score",
+    "StructuredOutputsParams",
     "logprob_report",
     "output_logprobs",
     "sequence_logprobs",
@@ -36,6 +40,7 @@ __all__ = [
 
 _MODULES = {
     "AsyncEngine": "async_engine",
+    "BeamSearchParams": "beam_search",
     "LLM": "llm",
     "CompletionOutput": "outputs",
     "Engine": "engine",
@@ -46,6 +51,7 @@ _MODULES = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "Score": "scoring",
+    "StructuredOutputsParams": "structured.params",
     "logprob_report": "training",
     "output_logprobs": "training",
     "sequence_logprobs": "training",

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, no_type_check
 
+import numpy as np
+
 from jaxserve import startup, weights_update
 from jaxserve.config import EngineConfig
 from jaxserve.input_processor import Prompt
@@ -19,15 +21,26 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.output_processor import OutputProcessor, WantedRows, wanted_rows
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.progress import CompileProgress, print_compiled
-from jaxserve.request import Request, RequestGroup, RequestState
+from jaxserve.request import GRAMMAR_GAVE_UP, Request, RequestGroup, RequestState
 from jaxserve.runner.inputs import Runs
-from jaxserve.runner.runner import StepHandle, StepResult
+from jaxserve.runner.runner import Computed, StepHandle, StepResult
 from jaxserve.runner.slots import pack_admission
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.plan import Admission, PlanEntry, StepPlan
 from jaxserve.scheduler.scheduler import SchedulerStats
 from jaxserve.speculative.acceptance import NO_DRAFT
+from jaxserve.structured.masks import MaskBuilder
+from jaxserve.structured.plan_rows import constrained_rows
 from jaxserve.text.tokenizer import Tokenizer
+
+
+class Begun(NamedTuple):
+    """A step whose body has been dispatched."""
+
+    plan: StepPlan
+    wanted: WantedRows
+    computed: Computed
+    dispatched_at: float  # perf_counter
 
 
 class InFlight(NamedTuple):
@@ -71,6 +84,7 @@ class Engine:
         self._drafts = parts.length_controller
         self._last_arrival = 0.0
         self._outputs = OutputProcessor(self.tokenizer)
+        self._mask_builder = MaskBuilder(self.model_config.vocab_size)
         self._groups: dict[str, RequestGroup] = {}
         self._in_flight: InFlight | None = None
         self._planned: StepPlan | None = None
@@ -156,7 +170,7 @@ class Engine:
         if plan and arrived is not None and not self._is_compiled(plan):
             self._planned = plan  # nobody's token waits for a compilation: the next call dispatches it
         elif plan:
-            dispatched = self._dispatch(plan)
+            dispatched, arrived = self._dispatch(plan, arrived)
             if self.config.async_scheduling:
                 self._in_flight = dispatched
             else:
@@ -167,9 +181,19 @@ class Engine:
         return outputs
 
     def _is_compiled(self, plan: StepPlan) -> bool:
-        return self.runner.is_compiled(plan.num_tokens, plan.num_sampled, plan.num_drafting, greedy=plan.only_greedy)
+        kind = {"greedy": plan.only_greedy, "masked": plan.constrained}
+        return self.runner.is_compiled(plan.num_tokens, plan.num_sampled, plan.num_drafting, **kind)
 
-    def _dispatch(self, plan: StepPlan) -> InFlight:
+    def _dispatch(self, plan: StepPlan, arrived: InFlight | None = None) -> tuple[InFlight, InFlight | None]:
+        """Dispatch a step. One with masks takes in the one before it (`arrived`) while its body runs: only the head
+        waits for what those tokens allow. Returns the dispatched step, and the other one if that is still to come."""
+        begun = self._begin(plan)
+        if plan.constrained and arrived is not None:
+            self._take_in(arrived)
+            arrived = None
+        return self._sample(begun), arrived
+
+    def _begin(self, plan: StepPlan) -> Begun:
         for admission in plan.admissions:
             self._admit(admission)
         if plan.copies:
@@ -177,10 +201,27 @@ class Engine:
         _, slots, _, counts, samples, drafts, latest = zip(*plan.entries, strict=True)
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
         self._metrics.step(plan.num_tokens)
-        wanted = wanted_rows(plan)
-        extras = {"greedy": plan.only_greedy, "scores": wanted.scores, "whole": wanted.whole}
-        handle = self.runner.run(Runs.of_columns((slots, latest, counts, samples, drafts)), plan.new_pages, **extras)
-        return InFlight(plan, wanted, handle, perf_counter())
+        runs = Runs.of_columns((slots, latest, counts, samples, drafts))
+        kind = {"greedy": plan.only_greedy, "masked": plan.constrained}
+        return Begun(plan, wanted_rows(plan), self.runner.compute(runs, plan.new_pages, **kind), perf_counter())
+
+    def _sample(self, begun: Begun) -> InFlight:
+        plan, wanted, computed, dispatched_at = begun
+        masks = self._masks(plan, computed) if plan.constrained else None
+        handle = self.runner.sample(computed, masks, scores=wanted.scores, whole=wanted.whole)
+        return InFlight(plan, wanted, handle, dispatched_at)
+
+    def _masks(self, plan: StepPlan, computed: Computed) -> np.ndarray:
+        """What each row may yield. A request whose grammar gives up ends with an error of its own."""
+        rows = constrained_rows(plan, computed.draft_tokens())
+        masks = self._mask_builder.build([row for _, row in rows], computed.head.bucket)
+        for request, row in rows:
+            error = row.constraint.error
+            group = self._groups.get(request.request_id)
+            if error is not None and group is not None and request in group.branches:
+                request.error = f"{GRAMMAR_GAVE_UP} after {len(request.output_token_ids)} tokens: {error}"
+                self._end(group, "error", request.error)
+        return masks
 
     def _admit(self, a: Admission) -> None:
         request = a.request
@@ -325,7 +366,7 @@ class Engine:
             arrived, self._in_flight = self._in_flight, None
             if arrived is None:
                 plan, self._planned = self._planned, None
-                arrived = self._dispatch(plan)
+                arrived, _ = self._dispatch(plan)
             self._take_in(arrived)
 
     # ---- state ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.request import Request, RequestGroup
 from jaxserve.sampling.tables import build_tables
 from jaxserve.sampling_params import SamplingParams, child_seed
+from jaxserve.structured.compiler import Constraint, GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.validation import is_integer
 
@@ -40,6 +41,7 @@ class InputProcessor:
         self._seed = seed
         self._scheduling_policy = scheduling_policy
         self._arrivals = 0
+        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, model_config.vocab_size)
 
     @no_type_check  # it checks itself: the tests' type checker would come first with another error
     def build(
@@ -70,6 +72,7 @@ class InputProcessor:
                 cache_salt=params.cache_salt if salt is None else salt,
                 fork_of=group.branches[0] if index else None,
                 tables=tables,
+                constraint=self._constraint(params),
                 arrival_time=arrival_time,
             )
             group.branches.append(request)
@@ -83,6 +86,8 @@ class InputProcessor:
         """
         text, ids, salt = self._checked(prompt, params)
         build_tables(params, self.model_config.vocab_size, self._stops(params), self._encode_word)
+        if params.structured_outputs is not None:
+            self._grammars.compile(params.structured_outputs)
         checked = {"prompt_token_ids": ids, "prompt": text, "cache_salt": salt}
         return {key: value for key, value in checked.items() if value is not None}
 
@@ -106,6 +111,13 @@ class InputProcessor:
                 rule = f"must be at most {most}, since {self.max_model_len} tokens hold no more"
                 raise ValueError(f"{field}: {len(text)} characters: {rule}")
         return tokenizer.encode(text, add_special_tokens=add_special_tokens, field=field)
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        """What an output's form is checked with, at its start."""
+        if params.structured_outputs is None:
+            return None
+        ends = () if params.ignore_eos else self.model_config.eos_token_ids
+        return self._grammars.start(params.structured_outputs, ends)
 
     def _stops(self, params: SamplingParams) -> set[int]:
         """The ids that end a request."""
@@ -145,7 +157,7 @@ class InputProcessor:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", list(params.logit_bias or ()))
-        for field in ("stop", "bad_words"):
+        for field in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, field) and self.tokenizer is None:
                 raise ValueError(f"{field}={getattr(params, field)!r}: {field} needs a tokenizer: this engine has none")
 

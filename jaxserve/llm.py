@@ -2,14 +2,15 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, no_type_check
 
+from jaxserve.beam_search import BeamSearch, BeamSearchParams, search_all
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.input_processor import Prompt
 from jaxserve.models.decoder import Decoder
-from jaxserve.outputs import RequestOutput
+from jaxserve.outputs import BeamSearchOutput, RequestOutput
 from jaxserve.progress import progress_bar
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scoring import Score, Text, pair_up, score_of, scoring_params, split_tokens
@@ -125,6 +126,31 @@ class LLM:
         params = [scoring_params(start) for _, start in pairs]
         results = self.generate([ids for ids, _ in pairs], params, use_tqdm=use_tqdm)
         return [score_of(result, start) for result, (_, start) in zip(results, pairs, strict=True)]
+
+    @no_type_check
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt, as `transformers.generate(num_beams=...)` finds them.
+
+        Log-probabilities are those of the model (temperature 1). Raises ValueError for what cannot be honoured.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params={params!r}: must be a BeamSearchParams")
+        one_token = SamplingParams(max_tokens=1)
+        checked = [self.engine.input_processor.check(prompt, one_token) for prompt in _as_list(prompts)]
+        config = self.engine.model_config
+        ends = frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
+        lengths = [self.engine.max_model_len - len(prompt["prompt_token_ids"]) for prompt in checked]
+        searches = [BeamSearch(params, ends, min(params.max_tokens, length)) for length in lengths]
+        ask = partial(self.generate, use_tqdm=False)
+        search_all(checked, searches, ask, config.vocab_size)
+        return [self._beam_output(prompt, search) for prompt, search in zip(checked, searches, strict=True)]
+
+    def _beam_output(self, prompt: dict[str, Any], search: BeamSearch) -> BeamSearchOutput:
+        tokenizer = self.engine.tokenizer
+        for sequence in search.finished if tokenizer is not None else ():
+            ids = sequence.token_ids
+            sequence.text = tokenizer.decode(ids[:-1] if sequence.finish_reason == "stop" else ids)
+        return BeamSearchOutput(prompt["prompt_token_ids"], search.finished)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

@@ -101,6 +101,7 @@ _COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "generation_tokens": "Tokens sampled.",
     "steps": "Steps.",
+    "constrained_steps": "Steps in which some row had a form to keep: their heads waited for masks.",
     "computed_tokens": "Positions computed, those of recomputed requests included.",
     "compilations": "Programs compiled or loaded.",
     "compilations_after_warmup": "Programs compiled while requests waited for them.",

@@ -78,7 +78,7 @@ class RequestText:
         """
         request = self._request
         ended = last and request.finish_reason is not None
-        by_id = ended and request.finish_reason == "stop"
+        by_id = ended and request.finish_reason == "stop" and token in request.stop_token_ids
         shown = [] if by_id and not request.params.include_stop_str_in_output else [token]
         text = self._detokenizer.push(shown)
         if ended:

@@ -79,3 +79,22 @@ class RequestOutput:
         self.finished, self.num_cached_tokens = delta.finished, delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+
+
+@dataclass(slots=True)
+class BeamSequence:
+    """One continuation of a beam search; `score` is `cumulative_logprob` under the length penalty."""
+
+    token_ids: list[int]
+    text: str
+    cumulative_logprob: float
+    score: float
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The continuations of one prompt, the best first."""
+
+    prompt_token_ids: list[int]
+    sequences: list[BeamSequence]

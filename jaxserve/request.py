@@ -18,8 +18,10 @@ from jaxserve.outputs import Logprob
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative.acceptance import Acceptance
+from jaxserve.structured.compiler import Constraint
 
 NO_TOKEN_LEFT = "no token is left"  # how the error of a request begins whose own fields forbid every token
+GRAMMAR_GAVE_UP = "structured_outputs: the grammar is too complex"  # likewise
 
 
 class RequestState(Enum):
@@ -54,6 +56,7 @@ class Request:
     cache_salt: str = ""
     fork_of: "Request | None" = None
     tables: LogitsTables | None = None
+    constraint: Constraint | None = None  # of the output's form; as far as `token_ids`
     arrival_time: float = field(default_factory=monotonic)
 
     state: RequestState = RequestState.WAITING
@@ -131,13 +134,17 @@ class Request:
         return self.page_hashes[:count]
 
     def take_tokens(self, tokens: Sequence[int]) -> int:
-        """Take sampled tokens up to the first that ends the request by its id or by the length. Returns how many."""
+        """Take sampled tokens up to the first that ends the request, by its id, by the form of the output or by the
+        length. Returns how many."""
         known, before = self.token_ids, len(self.token_ids)
         for token in tokens:
             known.append(token)
             if token in self.stop_token_ids:
                 self.finish_reason = "stop"
                 self.stop_reason = token if token in self.params.stop_token_ids else None
+                break
+            if self.constraint is not None and self.constraint.advance(token):
+                self.finish_reason = "stop"
                 break
             if len(known) >= self.max_total_tokens:
                 self.finish_reason = "length"

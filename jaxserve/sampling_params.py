@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, no_type_check
 
+from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.validation import check_names, is_integer, is_number, lone_surrogate, require
 
 MAX_LOGPROBS = 20
@@ -54,6 +55,8 @@ class SamplingParams:
         cache_salt: cached prefixes are shared only between requests of the same salt.
         speculative: False keeps a request without drafts where the engine speculates. The tokens are the same.
         tenant: whose request it is, under the scheduling policy `fair`.
+        structured_outputs: a form that the output must have (a `StructuredOutputsParams` or a dict of its fields). An
+            output ends where its form allows no more, `min_tokens` or not; `max_tokens` may cut it before that.
     """
 
     temperature: float = 1.0
@@ -82,6 +85,7 @@ class SamplingParams:
     cache_salt: str = ""
     speculative: bool = True
     tenant: str = ""
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self):
         self._check_distribution()
@@ -90,6 +94,7 @@ class SamplingParams:
         self._check_texts()
         for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative"):
             require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
+        object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         valid = is_integer(self.priority) and INT64_MIN <= self.priority <= INT64_MAX
         require(valid, "priority", self.priority, "an integer of 64 bits, sign included")
 
@@ -113,6 +118,7 @@ class SamplingParams:
     def only_greedy(self) -> bool:
         """Whether the token is the largest logit's and nothing else is asked for."""
         changed = self.has_penalties or self.needs_tables or self.logprobs is not None
+        changed = changed or self.structured_outputs is not None
         return self.temperature < COLDEST and not changed
 
     def _check_distribution(self) -> None:

@@ -89,6 +89,7 @@ class Counters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
+    constrained_steps: int = 0
     computed_tokens: int = 0
     padded_tokens: int = 0
     owned_positions: int = 0
@@ -98,6 +99,7 @@ class Counters:
     def count_step(self, plan: StepPlan, scheduler: Scheduler, buckets: Buckets) -> None:
         tokens = plan.num_tokens
         self.steps += 1
+        self.constrained_steps += plan.constrained
         self.computed_tokens += tokens
         self.padded_tokens += buckets.token_bucket(tokens) - tokens
         self.owned_positions += sum([len(request.pages) for request in scheduler.running]) * scheduler.page_size
@@ -108,6 +110,7 @@ class Counters:
             "prompt_tokens": self.prompt_tokens,
             "generation_tokens": self.generation_tokens,
             "steps": self.steps,
+            "constrained_steps": self.constrained_steps,
             "computed_tokens": self.computed_tokens,
             "padding_waste": self.padded_tokens / max(self.computed_tokens + self.padded_tokens, 1),
             "kv_waste": (self.owned_positions - self.used_positions) / max(self.owned_positions, 1),
@@ -175,6 +178,7 @@ def start(
         draft=draft.load() if draft is not None else None,
         acceptance=speculative.acceptance if speculative is not None else "agreement",
         max_drafts=speculative.num_speculative_tokens if speculative is not None else 0,
+        constrains=model.tokenizer is not None,
     )
     if deterministic:
         ends = [(sizes[0], sizes[-1]) for sizes in (buckets.tokens, buckets.rows)]

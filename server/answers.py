@@ -5,12 +5,13 @@ Both come from the same steps, so that a joined stream is the whole answer.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server import logprobs
+from jaxserve.server.message import MessageReader, Parts
 from jaxserve.server.protocol import (
     Answer,
     ChatChoice,
@@ -21,10 +22,13 @@ from jaxserve.server.protocol import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    ChatToolCall,
     Completion,
     CompletionChoice,
     CompletionRequest,
+    FunctionCall,
     PromptTokensDetails,
+    ToolCallDelta,
     Usage,
 )
 from jaxserve.text.tokenizer import Tokenizer
@@ -159,8 +163,16 @@ class CompletionBuilder(AnswerBuilder):
 class ChatBuilder(AnswerBuilder):
     prefix = "chatcmpl"
 
-    def __init__(self, request: ChatCompletionRequest, *arguments: Any, **options: Any):
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        *arguments: Any,
+        reader: Callable[[], MessageReader] = MessageReader,
+        **options: Any,
+    ):
+        """`reader` makes what reads one choice."""
         super().__init__(*arguments, **options)
+        self._readers = [reader() for _ in range(self.params.n)]
         self._top = request.top_logprobs or 0
         self._wants_logprobs = bool(request.logprobs)
         self._begun: set[int] = set()
@@ -172,7 +184,12 @@ class ChatBuilder(AnswerBuilder):
         [output] = outputs
         choices = []
         for new in self._new(0, output):
-            message = ChatMessage(content=new.delta.content or "")
+            delta = new.delta
+            has_other_parts = delta.tool_calls or delta.reasoning_content
+            message = ChatMessage(content=delta.content or (None if has_other_parts else ""))
+            message.reasoning_content = delta.reasoning_content
+            if delta.tool_calls:
+                message.tool_calls = [ChatToolCall(id=call.id, function=call.function) for call in delta.tool_calls]
             reasons = {"finish_reason": new.finish_reason, "stop_reason": new.stop_reason}
             choice = ChatChoice(index=new.index, message=message, logprobs=new.logprobs, **reasons)
             if output.prompt_logprobs is not None:
@@ -186,14 +203,35 @@ class ChatBuilder(AnswerBuilder):
     def _choice(
         self, prompt: int, index: int, output: CompletionOutput, source: RequestOutput
     ) -> ChatChunkChoice | None:
-        if not output.text and output.finish_reason is None and not (self._wants_logprobs and output.token_ids):
+        reader, reason = self._readers[index], output.finish_reason
+        parts = reader.push(output.text, final=reason is not None)
+        if not any(parts) and reason is None and not (self._wants_logprobs and output.token_ids):
             return None
-        delta = ChatDelta.model_construct(content=output.text)
+        delta = self._delta(reader, parts)
+        if reason == "stop" and reader.num_calls:
+            reason = "tool_calls"
         if index not in self._begun:
             self._begun.add(index)
             delta.role = "assistant"
         entries = None
         if self._wants_logprobs:
             entries = ChatLogprobs(content=logprobs.chat_logprobs(self.tokenizer, output, self._top), refusal=None)
-        reasons = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        reasons = {"finish_reason": reason, "stop_reason": output.stop_reason}
         return ChatChunkChoice.model_construct(index=index, delta=delta, logprobs=entries, **reasons)
+
+    @staticmethod
+    def _delta(reader: MessageReader, parts: Parts) -> ChatDelta:
+        if not reader.reads:
+            return ChatDelta.model_construct(content=parts.content)
+        delta = ChatDelta.model_construct()
+        delta.content, delta.reasoning_content = parts.content or None, parts.reasoning or None
+        if parts.calls:
+            delta.tool_calls = [
+                ToolCallDelta(
+                    index=reader.num_calls - len(parts.calls) + place,
+                    id=call.id,
+                    function=FunctionCall(name=call.name, arguments=call.arguments),
+                )
+                for place, call in enumerate(parts.calls)
+            ]
+        return delta

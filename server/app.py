@@ -33,6 +33,7 @@ from jaxserve.server.protocol import (
     TokenizeRequest,
     VersionAnswer,
 )
+from jaxserve.server.responses import ResponseAnswer, ResponsesRequest
 from jaxserve.server.service import Service
 
 Get = Callable[[Service, Request], Awaitable[Response]]
@@ -90,6 +91,7 @@ def _json(answer: BaseModel, status: int = 200) -> Response:
 ENDPOINTS = (
     Endpoint("/v1/completions", "Continue texts", CompletionRequest, Completion, handlers.complete),
     Endpoint("/v1/chat/completions", "Answer in a chat", ChatCompletionRequest, ChatCompletion, handlers.complete),
+    Endpoint("/v1/responses", "Answer in a conversation", ResponsesRequest, ResponseAnswer, handlers.respond),
     Endpoint("/v1/models", "The model's names", None, ModelList, _models),
     Endpoint("/v1/models/{model:path}", "The model by one of its names", None, ModelCard, _model),
     Endpoint("/tokenize", "A text or a chat as tokens", TokenizeRequest, TokenizeAnswer, handlers.tokenize),

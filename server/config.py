@@ -9,6 +9,8 @@ from jaxserve.validation import is_integer, is_number, require
 LOG_FORMATS = ("text", "json")
 RUN_IN = ("thread", "process")
 DEMO_NAME = "SmolLM2-135M-Instruct"  # what the demo model is called
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
 @no_type_check  # it checks itself: the tests' type checker would come first with another error
@@ -24,6 +26,10 @@ class ServerConfig:
             JAXSERVE_API_KEY (separated by commas), or asks for none.
         allowed_origins: web origins whose pages may call the server (CORS); none by default.
         run_in: where the engine runs: in a `thread` of the server's process, or in a `process` of its own.
+        tool_call_parser: the format in which the model writes tool calls: `hermes` (also Qwen), `llama3_json` or
+            `mistral`; None goes by the chat template.
+        reasoning_parser: how the model's thoughts are told from its answer: `qwen3` (between <think> and </think>) or
+            `deepseek_r1` (from the beginning to </think>); None takes all for the answer.
         chat_template: a chat template in place of the model's own, or a file that holds one.
         trust_request_chat_template: let requests bring chat templates. A template is a program.
         max_request_bytes: the largest body that is read (413 beyond it).
@@ -42,6 +48,8 @@ class ServerConfig:
     api_key: list[str] | str | None = None
     allowed_origins: list[str] | str | None = None
     run_in: str = "thread"
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     max_request_bytes: int = 4 * 2**20
@@ -79,4 +87,7 @@ class ServerConfig:
             require(valid, name, value, "a number of seconds above 0")
             object.__setattr__(self, name, None if value is None else float(value))
         require(self.log_format in LOG_FORMATS, "log_format", self.log_format, f"one of {', '.join(LOG_FORMATS)}")
+        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            value = getattr(self, name)
+            require(value is None or value in known, name, value, f"None or one of {', '.join(known)}")
         require(self.run_in in RUN_IN, "run_in", self.run_in, f"one of {', '.join(RUN_IN)}")

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.messages import EngineDeadError
-from jaxserve.request import NO_TOKEN_LEFT
+from jaxserve.request import GRAMMAR_GAVE_UP, NO_TOKEN_LEFT
 from jaxserve.server.answers import GenerationFailed
 from jaxserve.server.errors import ApiError, wrong_body
 from jaxserve.server.service import Service
@@ -132,7 +132,7 @@ class Post:
         except ApiError as error:
             await _answer_error(call, error, scope, receive, send)
         except GenerationFailed as error:
-            status = 400 if str(error).startswith(NO_TOKEN_LEFT) else 500
+            status = 400 if str(error).startswith((NO_TOKEN_LEFT, GRAMMAR_GAVE_UP)) else 500
             await _answer_error(call, ApiError(status, str(error), code="generation_failed"), scope, receive, send)
         except EngineDeadError as error:
             await _answer_error(call, ApiError(500, f"the engine has ended: {error}"), scope, receive, send)

@@ -50,12 +50,15 @@ class ApiError(Exception):
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Makes a client's error of a ValueError: what the engine refuses begins with the field's name."""
+def refusals(form: str | None = None) -> Iterator[None]:
+    """Makes a client's error of a ValueError: what the engine refuses begins with the field's name. `form` is what the
+    client calls `structured_outputs`."""
     try:
         yield
     except ValueError as error:
         message = str(error)
+        if form is not None:
+            message = message.replace("structured_outputs", form, 1)
         found = _FIELD.match(message)
         param = found[1] if found else None
         raise ApiError(400, message, param=_CLIENTS_NAMES.get(param, param), code="invalid_value") from None

@@ -1,8 +1,9 @@
 """What each POST does with its body: generation, whole or streamed, and the tokenizer's two ways. Knows no HTTP."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.answers import AnswerBuilder, ChatBuilder, CompletionBuilder
@@ -16,6 +17,7 @@ from jaxserve.server.protocol import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from jaxserve.server.responses import ResponseBuilder, ResponsesRequest
 from jaxserve.server.service import Service
 
 
@@ -27,10 +29,25 @@ async def complete(
     return generation.events() if request.stream else await generation.whole()
 
 
+async def respond(service: Service, call: Call, request: ResponsesRequest) -> str | AsyncIterator[list[str]]:
+    """A response: a chat in another dress."""
+    with refusals():
+        chat = request.chat()
+    generation = Generation(service, call, chat, partial(ResponseBuilder, request))
+    return generation.events() if request.stream else await generation.whole()
+
+
 class Generation:
     """One request on its way through the engine."""
 
-    def __init__(self, service: Service, call: Call, request: CompletionRequest | ChatCompletionRequest):
+    def __init__(
+        self,
+        service: Service,
+        call: Call,
+        request: CompletionRequest | ChatCompletionRequest,
+        chat_builder: Callable[..., ChatBuilder] = ChatBuilder,
+    ):
+        self._chat_builder = chat_builder
         self._service, self._call, self._request = service, call, request
         self._model = service.check_model(request.model)
         tenant = call.tenant or request.user or ""
@@ -91,11 +108,17 @@ class Generation:
 
     def _prepare(self) -> AnswerBuilder:
         service, request = self._service, self._request
-        with refusals():
-            prompts = service.checked_prompts(request, self._params)
-        build = ChatBuilder if isinstance(request, ChatCompletionRequest) else CompletionBuilder
         names = {"request_id": self._call.request_id, "model": self._model}
-        return build(request, self._params, prompts, service.tokenizer, **names)
+        is_chat, tools = isinstance(request, ChatCompletionRequest), None
+        form = "response_format" if request.response_format is not None else None
+        with refusals(form=form or ("tools" if is_chat and request.tools else None)):
+            if is_chat and (tools := service.tool_calling(request)) is not None:
+                self._params = tools.params(self._params)
+            prompts = service.checked_prompts(request, self._params)
+        if not is_chat:
+            return CompletionBuilder(request, self._params, prompts, service.tokenizer, **names)
+        reader = partial(service.message_reader, request, self._params, prompts[0].get("prompt", ""), tools)
+        return self._chat_builder(request, self._params, prompts, service.tokenizer, reader=reader, **names)
 
 
 async def tokenize(service: Service, call: Call, request: TokenizeRequest) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from jaxserve.server.protocol import ErrorBody, GenerationRequest
+from jaxserve.server.protocol import ErrorBody
 
 _REFERENCE = "#/components/schemas/{model}"
 _GENERATION_ERRORS = {
@@ -66,7 +66,7 @@ def _operation(endpoint: Described, names: dict) -> dict[str, Any]:
         errors = _GENERATION_ERRORS
         body = {"schema": names[endpoint.takes, "validation"]}
         operation["requestBody"] = {"required": True, "content": {"application/json": body}}
-        if issubclass(endpoint.takes, GenerationRequest):  # with `stream`, each event is such an answer
+        if "stream" in endpoint.takes.model_fields:  # with `stream`, each event is such an answer
             success["text/event-stream"] = {"schema": {"type": "string"}}
     if "{model" in endpoint.path:
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]

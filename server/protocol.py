@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.server.forms import MAX_TOOLS, ResponseFormat, ToolChoice, ToolDefinition, check_tools
 from jaxserve.validation import require
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # each token of each request is compared with all of its stop strings
@@ -60,11 +61,15 @@ class SamplingFields(Request):
     priority: int | None = Field(None, description="Lower goes first; needs a scheduling policy that knows it.")
     cache_salt: str | None = Field(None, description="Cached prefixes are shared only under the same salt.")
     speculative: bool | None = Field(None, description="False: no drafts for this request. The tokens are the same.")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="The form of the answer: one of json, regex, choice, grammar, json_object, structural_tag."
+    )
 
 
 class GenerationRequest(SamplingFields):
     """What completions and chats have in common, OpenAI's fields without effect included (see WITHOUT_EFFECT)."""
 
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = Field(None, ge=1, description="Tokens that are joined into one event.")
@@ -95,6 +100,11 @@ class GenerationRequest(SamplingFields):
         elif self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: not supported in streams: it must be left out where stream is true")
         given = {name: getattr(self, name) for name in SAMPLING_NAMES if getattr(self, name) is not None}
+        form = None if self.response_format is None else self.response_format.form()
+        if form is not None:
+            given_too = "structured_outputs" in given
+            require(not given_too, "response_format", self.response_format.type, "left out beside structured_outputs")
+            given["structured_outputs"] = form
         return replace(defaults, tenant=tenant, **{**given, **changes})
 
     def _refuse(self, **neutral: tuple) -> None:
@@ -115,7 +125,6 @@ WITHOUT_EFFECT = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "parallel_tool_calls",
 )
 
 
@@ -148,17 +157,16 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: str | None = Field(None, description="Only where the server trusts its clients' templates.")
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    tools: Any = Field(None, description="Not supported.")
-    tool_choice: Any = Field(None, description="Not supported, unless it is 'none' or 'auto'.")
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(None, description="'auto' unless null; 'required' and a name are enforced.")
+    include_reasoning: bool | None = Field(None, description="False leaves out what the model thought.")
     functions: Any = Field(None, description="Not supported.")
     function_call: Any = Field(None, description="Not supported, unless it is 'none' or 'auto'.")
-    response_format: Any = Field(None, description="Not supported, unless it is {'type': 'text'}.")
     modalities: Any = Field(None, description="Not supported, unless it is ['text'].")
 
     def sampling_params(self, defaults: SamplingParams, *, tenant: str = "") -> SamplingParams:
-        none_or_auto = ("none", "auto")
-        self._refuse(tools=([],), tool_choice=none_or_auto, functions=([],), function_call=none_or_auto)
-        self._refuse(response_format=({"type": "text"},), modalities=(["text"],))
+        self._refuse(functions=([],), function_call=("none", "auto"), modalities=(["text"],))
+        check_tools(self.tools, self.tool_choice)
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: it must be left out unless logprobs is true")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
@@ -170,6 +178,11 @@ class ChatCompletionRequest(GenerationRequest):
             defaults, tenant, max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None
         )
 
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may hold tool calls."""
+        return check_tools(self.tools, self.tool_choice)
+
     def rendering(self) -> dict[str, Any]:
         """The options of `ChatTemplate.prompt`."""
         continues = bool(self.continue_final_message)
@@ -177,6 +190,8 @@ class ChatCompletionRequest(GenerationRequest):
         options: dict[str, Any] = {"add_generation_prompt": generation_prompt, "continue_final_message": continues}
         if self.chat_template is not None:
             options["chat_template"] = self.chat_template
+        if self.may_call:
+            options["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         return options | {"chat_template_kwargs": self.chat_template_kwargs}
 
 
@@ -282,17 +297,32 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class FunctionCall(BaseModel):
+    """`arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = Field(None, exclude_if=_absent)
+    tool_calls: list[ChatToolCall] | None = Field(None, exclude_if=_absent)
 
 
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=_absent)
 
@@ -303,16 +333,24 @@ class ChatCompletion(Answer):
     usage: Usage | None = Field(None, exclude_if=_absent)
 
 
+class ToolCallDelta(ChatToolCall):
+    """A whole call; `index` is its place in the message."""
+
+    index: int
+
+
 class ChatDelta(BaseModel):
     role: Literal["assistant"] | None = Field(None, exclude_if=_absent)
     content: str | None = Field(None, exclude_if=_absent)
+    reasoning_content: str | None = Field(None, exclude_if=_absent)
+    tool_calls: list[ToolCallDelta] | None = Field(None, exclude_if=_absent)
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: int | str | None = None
 
 

@@ -21,7 +21,10 @@ from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import DEMO_NAME, ServerConfig
 from jaxserve.server.errors import ApiError
+from jaxserve.server.forms import ToolCalling
+from jaxserve.server.message import MessageReader, tool_calling
 from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from jaxserve.server.reasoning import BEGIN, PARSERS, ReasoningReader
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -198,6 +201,23 @@ class Service:
             prompts = request.prompts()
         check = self.engine.input_processor.check
         return [check(prompt, params) for prompt in prompts]
+
+    def tool_calling(self, request: ChatCompletionRequest) -> ToolCalling | None:
+        """The tool calls that the answer may hold."""
+        template = request.chat_template or self._template
+        return tool_calling(request, self._chat_template, self.tokenizer, template, self.config.tool_call_parser)
+
+    def message_reader(
+        self, request: ChatCompletionRequest, params: SamplingParams, prompt: str, tools: ToolCalling | None
+    ) -> MessageReader:
+        """What reads a choice of the answer to a chat."""
+        reasoning = None
+        # An answer of a given form is all answer: the form leaves no room for thoughts.
+        if self.config.reasoning_parser is not None and params.structured_outputs is None:
+            begun = PARSERS[self.config.reasoning_parser] or prompt.rstrip().endswith(BEGIN)
+            reasoning = ReasoningReader(begun=begun)
+        shows = request.include_reasoning is not False
+        return MessageReader(reasoning, None if tools is None else tools.reader(), shows_reasoning=shows)
 
     def chat_prompt(self, messages: list[dict], rendering: dict[str, Any]) -> dict[str, Any]:
         if "chat_template" not in rendering:

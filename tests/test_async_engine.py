@@ -323,7 +323,7 @@ def test_a_prompt_may_be_changed_after_the_call(front):
 def test_when_the_loop_dies_everybody_is_told(caplog):
     """The device fails in the middle of the work: callers in two event loops, and those who come later."""
     engine = new_engine()
-    dispatch, steps = engine.runner.run, 0
+    dispatch, steps = engine.runner.compute, 0
 
     def failing(*arguments, **options):
         nonlocal steps
@@ -332,7 +332,7 @@ def test_when_the_loop_dies_everybody_is_told(caplog):
             raise MemoryError("the device is gone")
         return dispatch(*arguments, **options)
 
-    engine.runner.run = failing
+    engine.runner.compute = failing
     front = AsyncEngine(engine=engine)
     errors = []
 

@@ -1,5 +1,6 @@
 """The examples of docs/LIBRARY.md, run as they are written, and what they claim."""
 
+import json
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "LIBRARY.md"
 def names():
     """What the blocks of the page leave behind, run one after the other under JAX's default promotion of dtypes."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     found: dict = {}
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(determinism, "row_invariance", lambda *_: None)
@@ -29,6 +30,14 @@ def names():
 
 def test_a_program_with_its_own_loop(names):
     assert [len(tokens) for tokens in names["answers"].values()] == [5, 5]
+
+
+def test_outputs_have_their_forms(names):
+    point = json.loads(names["texts"]["json"])
+    assert len(point) == 2
+    assert all(0 <= value <= 99 for value in point)
+    assert re.fullmatch("a[bc]{3}", names["texts"]["regex"])
+    assert names["texts"]["choice"] in ("bad", "fig")
 
 
 def test_evaluation_follows_the_training(names):

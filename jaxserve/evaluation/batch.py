@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,12 @@ from jaxserve.evaluation.executors import items_at_once
 from jaxserve.evaluation.results import ResultsFile
 from jaxserve.outputs import RequestOutput
 from jaxserve.progress import item_bar
-from jaxserve.request import NO_TOKEN_LEFT
+from jaxserve.request import GRAMMAR_GAVE_UP, NO_TOKEN_LEFT
 from jaxserve.server.answers import AnswerBuilder, ChatBuilder, CompletionBuilder, GenerationFailed
 from jaxserve.server.config import DEMO_NAME
 from jaxserve.server.errors import ApiError, refusals, wrong_body
+from jaxserve.server.forms import ToolCalling
+from jaxserve.server.message import MessageReader, tool_calling
 from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.validation import require
@@ -181,6 +184,9 @@ class BatchEngine:
             params = replace(params, seed=int(line.digest[:15], 16))
         if isinstance(request, ChatCompletionRequest):
             build, prompts = ChatBuilder, [self._template.prompt(request.messages, **request.rendering())]
+            tools = tool_calling(request, self._template, self._engine.tokenizer)
+            if tools is not None:
+                build, params = partial(ChatBuilder, reader=partial(_reader, tools)), tools.params(params)
         else:
             build, prompts = CompletionBuilder, request.prompts()
         checked = [processor.check(prompt, params) for prompt in prompts]
@@ -202,9 +208,13 @@ class BatchEngine:
         try:
             answer = item.builder.whole(list(item.outputs.values()))
         except GenerationFailed as error:
-            status = 400 if str(error).startswith(NO_TOKEN_LEFT) else 500
+            status = 400 if str(error).startswith((NO_TOKEN_LEFT, GRAMMAR_GAVE_UP)) else 500
             return item.line.failure(ApiError(status, str(error), code="generation_failed"))
         return item.line.answer(200, json.loads(answer.model_dump_json()))
+
+
+def _reader(tools: ToolCalling) -> MessageReader:
+    return MessageReader(tools=tools.reader())
 
 
 def run_batch(

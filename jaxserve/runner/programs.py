@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVCache
+from jaxserve.config import MAX_DRAFT_TOKENS
 from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Program
 from jaxserve.runner.slots import Slots
@@ -15,6 +16,7 @@ from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import Weights
 from jaxserve.sampling.tables import packed_tables_size
 from jaxserve.scheduler.buckets import Buckets
+from jaxserve.structured.masks import mask_words
 
 COPIES = 8  # page copies in one call; more take several calls
 
@@ -32,10 +34,16 @@ class Programs:
     def all(self) -> list[Program]:
         """Every program that the engine can ever run, the largest first."""
         bodies = [self.body(tokens) for tokens in reversed(self.buckets.tokens)]
-        heads = [self.head(rows, greedy) for rows in reversed(self.buckets.rows) for greedy in (True, False)]
+        heads = [self.head(rows, *kind) for rows in reversed(self.buckets.rows) for kind in self.head_kinds]
         small = [self.score(), self.score_all(), self.admit(), self.set_tables(), self.copy_pages()]
         proposals = {program.key: program for program in self.proposals().values()}
-        return [*bodies, *heads, *small, *proposals.values()]
+        drafts = [self.read_drafts()] if self.step.constrains and self.step.speculates else []
+        return [*bodies, *heads, *small, *drafts, *proposals.values()]
+
+    @property
+    def head_kinds(self) -> list[tuple[bool, bool]]:
+        """`greedy` and `masked` of the heads that there are."""
+        return [(True, False), (False, False), *([(False, True)] if self.step.constrains else [])]
 
     def proposals(self) -> dict[int, Program]:
         """By row bucket the program that gives so many slots their drafts; empty where nobody speculates."""
@@ -53,11 +61,18 @@ class Programs:
         function = partial(step.body, self.step, tokens=tokens)
         return Program("body", tokens, function, (self.weights, self.kv, self.slots, packed), donate=(1, 2))
 
-    def head(self, rows: int, greedy: bool) -> Program:
+    def head(self, rows: int, greedy: bool, masked: bool = False) -> Program:
         packed = jax.ShapeDtypeStruct((3, rows), jnp.int32)
         function = partial(step.head, self.step, greedy=greedy)
         arguments = self.weights, self.slots, self._hidden(), packed
-        return Program(head_name(greedy), rows, function, arguments, donate=(1,))
+        if masked:
+            words = mask_words(self.step.model.config.vocab_size)
+            arguments += (jax.ShapeDtypeStruct((rows, words), jnp.uint32),)
+        return Program(head_name(greedy, masked), rows, function, arguments, donate=(1,))
+
+    def read_drafts(self) -> Program:
+        function = partial(step.read_drafts, count=MAX_DRAFT_TOKENS)
+        return Program("read_drafts", MAX_DRAFT_TOKENS, function, (self.slots,), donate=())
 
     def propose_ngram(self) -> Program:
         proposer, num_slots = self.step.proposer, self.slots.num_computed.shape[0]
@@ -99,6 +114,6 @@ class Programs:
         return jax.ShapeDtypeStruct(shape, self.weights.embed.dtype)
 
 
-def head_name(greedy: bool) -> str:
+def head_name(greedy: bool, masked: bool = False) -> str:
     """The name of the head program."""
-    return "greedy_head" if greedy else "head"
+    return "masked_head" if masked else "greedy_head" if greedy else "head"

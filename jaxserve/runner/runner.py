@@ -68,6 +68,21 @@ class StepPrograms(NamedTuple):
     proposal: Program | None
 
 
+class Computed(NamedTuple):
+    """A dispatched body, whose rows have not been sampled: `head` is what samples its rows (None if no row yields a
+    token); `drafts` [slots, MAX_DRAFT_TOKENS] are the draft tokens of a step whose head takes masks, -1 for none."""
+
+    runs: Runs
+    head: Program | None
+    hidden: jax.Array
+    finite: jax.Array
+    drafts: jax.Array | None
+
+    def draft_tokens(self) -> np.ndarray | None:
+        """Wait for the drafts."""
+        return None if self.drafts is None else np.asarray(self.drafts)
+
+
 class Runner:
     """`num_slots` requests of at most `max_len` tokens over a pool of `num_pages` pages; `max_drafts` of a request are
     verified at once by the rule `acceptance`."""
@@ -89,6 +104,7 @@ class Runner:
         draft: Decoder | None = None,
         acceptance: str = "agreement",
         max_drafts: int = 0,
+        constrains: bool = False,
     ):
         definition, self.weights = flatten(model)
         draft_definition = None
@@ -113,6 +129,7 @@ class Runner:
             proposer=proposer,
             draft=draft_definition,
             acceptance=acceptance,
+            constrains=constrains,
         )
         devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
         self.compiler = Compiler(cache_dir, devices)
@@ -139,7 +156,9 @@ class Runner:
         # Made once: describing a program costs as much as packing a step.
         self._bodies = {tokens: self.described.body(tokens) for tokens in buckets.tokens}
         self._heads = {
-            (rows, greedy): self.described.head(rows, greedy) for rows in buckets.rows for greedy in (False, True)
+            (rows, *kind): self.described.head(rows, *kind)
+            for rows in buckets.rows
+            for kind in self.described.head_kinds
         }
         self._proposals = self.described.proposals()
         # Nearly every workload has a prompt that fills a step; loading that program takes seconds.
@@ -163,49 +182,71 @@ class Runner:
             sources, targets = inputs.pack_copies(copies[first : first + COPIES], COPIES, self.num_pages)
             self.kv = self.compiler.get(self.described.copy_pages())(self.kv, sources, targets)
 
-    def is_compiled(self, num_tokens: int, num_sampled: int, num_drafting: int, *, greedy: bool) -> bool:
+    def is_compiled(
+        self, num_tokens: int, num_sampled: int, num_drafting: int, *, greedy: bool, masked: bool = False
+    ) -> bool:
         """Whether a step of so many query rows, rows of the head and runs with drafts runs at once."""
-        needed = self._needed(num_tokens, num_sampled, num_drafting, greedy=greedy)
+        needed = self._needed(num_tokens, num_sampled, num_drafting, greedy=greedy, masked=masked)
         return {program.key for program in needed if program is not None} <= self.compiler.executables().keys()
 
-    def _needed(self, num_tokens: int, num_sampled: int, num_drafting: int, *, greedy: bool) -> StepPrograms:
+    def _needed(
+        self, num_tokens: int, num_sampled: int, num_drafting: int, *, greedy: bool, masked: bool
+    ) -> StepPrograms:
         row_bucket = self.buckets.row_bucket
         return StepPrograms(
             self._bodies[self.buckets.token_bucket(num_tokens)],
-            self._heads[row_bucket(num_sampled), greedy] if num_sampled else None,
+            self._heads[row_bucket(num_sampled), greedy, masked] if num_sampled else None,
             self._proposals[row_bucket(num_drafting)] if num_drafting else None,
         )
 
-    def run(
-        self,
-        runs: Runs,
-        new_pages: Sequence[tuple[int, int, int]],
-        *,
-        greedy: bool = False,
-        scores: Sequence[ScoreRow] = (),
-        whole: Sequence[int] = (),
-    ) -> StepHandle:
-        """Dispatch body and head for these runs; the results are read later with `StepHandle.result`.
+    def compute(
+        self, runs: Runs, new_pages: Sequence[tuple[int, int, int]], *, greedy: bool = False, masked: bool = False
+    ) -> Computed:
+        """Dispatch the body for these runs; `sample` follows, before anything else.
 
-        `greedy`: no run wants more than the largest logit. `scores` are rows to score given tokens after, `whole`
-        are query rows after which the whole vocabulary's log-probabilities are wanted.
+        `greedy`: no run wants more than the largest logit. `masked`: `sample` is given masks.
         """
-        needed = self._needed(runs.num_rows, runs.num_sampled, int((runs.drafts > 0).sum()), greedy=greedy)
+        num_drafting = int((runs.drafts > 0).sum())
+        needed = self._needed(runs.num_rows, runs.num_sampled, num_drafting, greedy=greedy, masked=masked)
         self.compiler.get_all([program for program in needed if program is not None])  # those missing in parallel
+        drafts = None
         if needed.proposal is not None:
             self._propose(needed.proposal, runs, new_pages)
+            if masked:
+                drafts = self.compiler.get(self.described.read_drafts())(self.slots)
+                drafts.copy_to_host_async()
         packed = inputs.pack_body(runs, new_pages, needed.body.bucket, self.num_slots, self.step.attention.work)
         body = self.compiler.get(needed.body)
         self.kv, self.slots, hidden, finite = body(self.weights, self.kv, self.slots, packed)
+        return Computed(runs, needed.head, hidden, finite, drafts)
+
+    def sample(
+        self,
+        computed: Computed,
+        masks: np.ndarray | None = None,
+        *,
+        scores: Sequence[ScoreRow] = (),
+        whole: Sequence[int] = (),
+    ) -> StepHandle:
+        """Dispatch the head of a step; the results are read later with `StepHandle.result`.
+
+        `masks` [rows, mask_words(vocab)] as `MaskBuilder` makes them. `scores` are rows to score given tokens after,
+        `whole` are query rows after which the whole vocabulary's log-probabilities are wanted.
+        """
+        runs, head, hidden, finite, _ = computed
         sampled = None
-        if needed.head is not None:
-            packed = inputs.pack_head(runs, needed.head.bucket, self.num_slots)
-            self.slots, sampled = self.compiler.get(needed.head)(self.weights, self.slots, hidden, packed)
+        if head is not None:
+            packed = inputs.pack_head(runs, head.bucket, self.num_slots), *(() if masks is None else (masks,))
+            self.slots, sampled = self.compiler.get(head)(self.weights, self.slots, hidden, *packed)
         handle = StepHandle(finite, sampled, self._score(hidden, scores), self._score_all(hidden, whole))
         for array in jax.tree.leaves(handle):
             array.copy_to_host_async()
         self._dispatched[:] = [handle]
         return handle
+
+    def run(self, runs: Runs, new_pages: Sequence[tuple[int, int, int]], *, greedy: bool = False) -> StepHandle:
+        """A step without masks: `compute` and `sample`."""
+        return self.sample(self.compute(runs, new_pages, greedy=greedy))
 
     def _propose(self, program: Program, runs: Runs, new_pages: Sequence[tuple[int, int, int]]) -> None:
         """Give the runs that want some their draft tokens."""

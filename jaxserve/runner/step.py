@@ -5,6 +5,7 @@
     copy_pages(kv, sources, targets)                      -> kv                             cache/kv_cache.py
     body(weights, kv, slots, packed)                      -> kv, slots, hidden, finite      per token bucket
     head(weights, slots, hidden, packed)                  -> slots, Sampled                 per row bucket
+    masked_head(weights, slots, hidden, packed, masks)    -> slots, Sampled                 per row bucket
     greedy_head(weights, slots, hidden, packed)           -> slots, Sampled                 per row bucket
     score(weights, hidden, packed)                        -> Logprobs                       SCORE_ROWS at a time
     score_all(weights, hidden, rows)                      -> logprobs [rows, vocab]         SCORE_ROWS at a time
@@ -13,7 +14,8 @@ The body computes every layer for the scheduled tokens and hands on their hidden
 largest bucket, from which the others take the rows they need: so there are (token buckets + row buckets)
 programs, not their product. Positions, KV lengths and write places come from the slots: the host only says
 which slots run and how many tokens. A step in which no row asks for more than the largest logit takes the greedy
-head; the tokens are the same.
+head; the tokens are the same. A step in which some row may yield only certain tokens takes the masked head, which
+alone waits for the host to say which: `read_drafts` tells it of the draft tokens that are on the device only.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import PAGES_SPEC, KVCache, LayerKV
@@ -67,6 +69,7 @@ class StepDefinition:
     proposer: NgramProposer | None = None
     draft: ModelDefinition | None = None
     acceptance: str = "agreement"
+    constrains: bool = False  # whether rows may bring masks
 
     @property
     def speculates(self) -> bool:
@@ -190,13 +193,14 @@ def head(
     slots: Slots,
     hidden: Float[Array, "max_tokens hidden"],
     packed: Int32[Array, "3 rows"],
+    masks: UInt32[Array, "rows words"] | None = None,
     *,
     greedy: bool,
 ) -> tuple[Slots, Sampled]:
     """Sample the next token of each row's slot, verify the drafts, and append what counts to the slot's history.
 
-    `packed` is (row, slot, number of the draft that the row computes). `greedy` (static): every row wants the largest
-    logit's token and nothing else.
+    `packed` is (row, slot, number of the draft that the row computes); `masks` as `process` takes them. `greedy`
+    (static): every row wants the largest logit's token and nothing else.
     """
     from_rows, row_slots, number = packed
     real, back = row_slots < slots.num_slots, None
@@ -205,6 +209,7 @@ def head(
     if step.compacts:
         order, back = _real_first(real)
         from_rows, row_slots, number, real = (values[order] for values in (from_rows, row_slots, number, real))
+        masks = None if masks is None else masks[order]
     row_slots = jnp.where(real, row_slots, slots.num_slots)
     with jax.named_scope("head"):
         logits = logits_of(weights.head, hidden[from_rows], step.linear(_extent(real)))
@@ -215,7 +220,7 @@ def head(
     if greedy:
         tokens, chosen, alive = blocks.largest(logits)[0], None, jnp.ones_like(real)
     else:
-        tokens, chosen, alive = _sample(step, slots, logits, row_slots, position, drafts)
+        tokens, chosen, alive = _sample(step, slots, logits, row_slots, position, drafts, masks)
     counts, num_computed = real, slots.num_computed
     if drafts is not None:
         with jax.named_scope("verify"):
@@ -241,13 +246,13 @@ def _real_first(real: Bool[Array, " rows"]) -> tuple[Int32[Array, " rows"], Int3
 
 
 def _sample(
-    step: StepDefinition, slots: Slots, logits, row_slots, position, drafts: DraftRows | None
+    step: StepDefinition, slots: Slots, logits, row_slots, position, drafts: DraftRows | None, masks
 ) -> tuple[Array, Logprobs, Array]:
     """The token that each row yields, its log-probabilities, and whether there was one to take."""
     rows = _sampling_rows(slots, row_slots)
     padding = row_slots >= slots.num_slots
     rows = rows._replace(wants_logprobs=jnp.where(padding, -1, rows.wants_logprobs))
-    processed = process(logits, slots.processing, row_slots, slots.history, position, branches=step.branches)
+    processed = process(logits, slots.processing, row_slots, slots.history, position, masks, branches=step.branches)
     if drafts is None:
         tokens = step.verify.sample(processed.logits, rows, position)
     else:
@@ -338,6 +343,14 @@ def propose_ngram(slots: Slots, wanted: Int32[Array, " slots"], *, proposer: Ngr
         row = jnp.arange(slots.num_slots, dtype=jnp.int32)[:, None]
         history = slots.history.at[row, place].set(tokens, mode="drop")
         return slots._replace(history=history, num_drafts=jnp.where(found, wanted, 0))
+
+
+def read_drafts(slots: Slots, *, count: int) -> Int32[Array, "slots count"]:
+    """The draft tokens behind each slot's history, before the body; -1 where there is none."""
+    index = jnp.arange(count, dtype=jnp.int32)[None]
+    row = jnp.arange(slots.num_slots, dtype=jnp.int32)[:, None]
+    drafts = slots.history.at[row, slots.num_computed[:, None] + 1 + index].get(mode="clip")
+    return jnp.where(index < slots.num_drafts[:, None], drafts, -1)
 
 
 def propose_by_model(

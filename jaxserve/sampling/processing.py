@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxserve.sampling.tables import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 
@@ -80,11 +80,13 @@ def process(
     slots: Int32[Array, " rows"],
     history: Int32[Array, "slots max_len"],
     positions: Int32[Array, " rows"],
+    masks: UInt32[Array, "rows words"] | None = None,
     *,
     branches: bool = True,
 ) -> Processed:
     """The logits that the sampler takes; `positions` are those of the tokens to be sampled.
 
+    `masks` has a bit for each token that a row may yield, the first tokens in the first word's lowest bits.
     A slot out of range is padding: its row is left as it is. What no row asks for is not computed, or without
     `branches` (static) to no effect: the results are the same.
     """
@@ -110,22 +112,33 @@ def process(
             return where_asked(jnp.any(penalised), penalise, lambda: changed)
 
     def masked() -> tuple[Array, Array]:
+        allowed = kept if masks is None else _constrain(kept, masks)
         with jax.named_scope("bad_words"):
             words = lambda: (take(state.bad_words), num_bad_words)
-            banned = lambda: _bad_words(kept, *words(), slots, history, positions, prompt_length)
-            changed = where_asked(jnp.any(num_bad_words > 0), banned, lambda: kept)
+            banned = lambda: _bad_words(allowed, *words(), slots, history, positions, prompt_length)
+            changed = where_asked(jnp.any(num_bad_words > 0), banned, lambda: allowed)
         with jax.named_scope("min_tokens"):
             ids = jnp.where(early[:, None], take(state.stop_ids), logits.shape[1])
             changed = _forbid(changed, ids)
-        alive = (changed > -jnp.inf).any(1) | ~masks
+        alive = (changed > -jnp.inf).any(1) | ~asked
         stand_in = jnp.where(alive, logits.shape[1], 0)[:, None]
         return changed.at[lax.iota(jnp.int32, len(real))[:, None], stand_in].set(0, mode="drop"), alive
 
     with jax.named_scope("process_logits"):
         # What is forbidden stays so under penalties, so it may come last, in place, when the counts are gone.
         kept = where_asked(jnp.any(biased | penalised), shifted, lambda: logits)
-        masks = biased | (num_bad_words > 0) | early
-        return Processed(*where_asked(jnp.any(masks), masked, lambda: (kept, jnp.ones_like(real))))
+        asked = real if masks is not None else biased | (num_bad_words > 0) | early
+        return Processed(*where_asked(jnp.any(asked), masked, lambda: (kept, jnp.ones_like(real))))
+
+
+def _constrain(
+    logits: Float32[Array, "rows vocab"], masks: UInt32[Array, "rows words"]
+) -> Float32[Array, "rows vocab"]:
+    """The logits with -inf where the bit is not set."""
+    with jax.named_scope("constrain"):
+        bits = lax.shift_right_logical(masks[:, :, None], lax.iota(jnp.uint32, 32)[None, None]) & jnp.uint32(1)
+        allowed = bits.reshape(len(masks), -1)[:, : logits.shape[1]] == 1
+        return jnp.where(allowed, logits, -jnp.inf)
 
 
 def _forbid(logits: Float32[Array, "rows vocab"], ids: Int32[Array, "rows n"]) -> Float32[Array, "rows vocab"]:

@@ -39,7 +39,8 @@ class StepPlan:
     """One step. `copies` are (from page, to page), `new_pages` are (slot, index in its table, page).
 
     `num_tokens` (query rows), `num_sampled` (rows of the head), `num_drafting` (entries with drafts), `only_greedy`
-    (every token to be sampled is just the largest logit's) and `wants_rows` (some request wants log-probabilities
+    (every token to be sampled is just the largest logit's), `constrained` (some may be only what the form of the output
+    allows) and `wants_rows` (some request wants log-probabilities
     besides those that the head gives) are those of the entries.
     """
 
@@ -51,6 +52,7 @@ class StepPlan:
     num_sampled: int = 0
     num_drafting: int = 0
     only_greedy: bool = True
+    constrained: bool = False
     wants_rows: bool = False
 
     def add(self, entry: PlanEntry) -> None:
@@ -62,6 +64,8 @@ class StepPlan:
             self.num_drafting += drafts > 0
             if not request.only_greedy:
                 self.only_greedy = False
+                if request.constraint is not None:
+                    self.constrained = True
         if request.wants_rows:
             self.wants_rows = True
 

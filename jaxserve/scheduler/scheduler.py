@@ -144,8 +144,8 @@ class Scheduler:
         request.finish_reason = "error"
         if finite:
             request.error = (
-                f"{NO_TOKEN_LEFT} at position {len(request.token_ids)}: allowed_token_ids, bad_words, logit_bias and "
-                "min_tokens together forbid all"
+                f"{NO_TOKEN_LEFT} at position {len(request.token_ids)}: allowed_token_ids, bad_words, logit_bias, "
+                "min_tokens and structured_outputs together forbid all"
             )
         else:
             request.error = (

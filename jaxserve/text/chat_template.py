@@ -80,6 +80,10 @@ class ChatTemplate:
         """The model's own template; None if it has none."""
         return self._renderer.chat_template
 
+    def chosen(self, chat_template: str | None = None, *, tools: bool = False) -> str:
+        """The template that `render` would take. ValueError where there is none."""
+        return self._renderer.get_chat_template(chat_template, tools=[{}] if tools else None)
+
     @cached_property
     def _renderer(self):
         """The transformers tokenizer that knows the template and the special tokens it may name."""

@@ -100,6 +100,11 @@ class Tokenizer:
             raise ValueError(f"{field} must be in [0, {self.vocab_size}), got {shown}")
 
     @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens' ids by their names; no other text becomes one of them."""
+        return {self.backend.id_to_token(token_id): token_id for token_id in sorted(self.special_ids)}
+
+    @cached_property
     def longest_token(self) -> int | None:
         """The most bytes of text that one token stands for; None if a text may lose some before it is cut."""
         if not self.decoding.byte_level or self.backend.normalizer is not None:

@@ -11,6 +11,7 @@ from jaxserve.runner import slots as slots_module
 from jaxserve.sampling.processing import process
 from jaxserve.sampling.tables import MAX_BAD_WORD_TOKENS, LogitsTables, build_tables
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.masks import mask_words
 
 VOCAB, SLOTS, MAX_LEN = 24, 6, 300
 STOPS = {5, 6}
@@ -189,3 +190,21 @@ def test_works_under_x64():
         found, alive = processed(requests, logits, [0, 1])
     np.testing.assert_array_equal(found, expected)
     assert (found.dtype, alive.dtype) == (np.float32, np.bool_)
+
+
+@pytest.mark.parametrize("vocab", [31, 32, 300])
+def test_masks_of_bits(vocab):
+    source = np.random.default_rng(vocab)
+    logits = source.normal(size=(5, vocab)).astype(np.float32)
+    allowed = source.random((5, vocab)) < 0.3
+    allowed[0], allowed[1] = True, False
+    masks = np.zeros((5, mask_words(vocab)), np.uint32)
+    for row, token in zip(*allowed.nonzero(), strict=True):
+        masks[row, token // 32] |= np.uint32(1 << (token % 32))
+    slots = slots_module.allocate(SLOTS, MAX_LEN, 2, vocab)
+    rows = jnp.array([0, 1, 2, 3, SLOTS], jnp.int32)  # the last is padding
+    processed = run_process(logits, slots.processing, rows, slots.history, jnp.zeros(5, jnp.int32), masks)
+    expected = np.where(allowed, logits, -np.inf)
+    alive = [True, False, True, True, True]
+    np.testing.assert_array_equal(processed.logits[np.array(alive)], expected[alive])
+    assert processed.alive.tolist() == alive

@@ -194,6 +194,14 @@ def test_max_completion_tokens(server):
 
 # ---- what is refused ------------------------------------------------------------------------------------
 
+TOOL = {"type": "function", "function": {"name": "tell", "parameters": {"type": "object"}}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+
+
+def wanted(schema):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
 WRONG = [
     (COMPLETIONS, {"prompt": "x", "temperatur": 1}, "temperatur", "did you mean 'temperature'"),
     (COMPLETIONS, {"prompt": "x", "temperature": "hot"}, "temperature", "valid number"),
@@ -222,9 +230,16 @@ WRONG = [
     (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     (CHAT, {"messages": HELLO, "logprobs": 2}, "logprobs", "boolean"),
     (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "max_tokens"),
-    (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "not supported"),
-    (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function", "required"),
+    (CHAT, {"messages": HELLO, "tools": [TOOL]}, "tools", "takes none"),
+    (CHAT, {"messages": HELLO, "tools": [TOOL, TOOL]}, "tools", "different names"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "no tools"),
+    (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": OTHER}, "tool_choice.function.name", "'other'"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json"}}, "response_format.type", "json_schema"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema", "given"),
+    (CHAT, {"messages": HELLO, "response_format": wanted({"type": "x"})}, "response_format", "Invalid type: x"),
+    (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+    (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regx": "a"}}, "structured_outputs", "regex"),
     (CHAT, {"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template", "takes no templates"),
     (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role", "one of"),
     (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "text"),
@@ -286,10 +301,10 @@ def test_fields_without_effect_are_accepted(server):
         "safety_identifier": "s",
         "prompt_cache_key": "k",
         "prompt_cache_retention": "24h",
-        "parallel_tool_calls": False,
     }
     assert set(ineffective) == set(WITHOUT_EFFECT)
     neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    neutral |= {"parallel_tool_calls": False, "include_reasoning": False}
     body = {"messages": HELLO, **GREEDY}
     got = whole(server.post(CHAT, {**body, **ineffective, **neutral}).json())
     assert got == whole(server.post(CHAT, body).json())
@@ -339,7 +354,7 @@ def test_health_ready_and_version(server):
 def test_the_description_has_every_path_and_type(server):
     document = server.client.get("/openapi.json").json()
     taken = {path for path, methods in document["paths"].items() if "post" in methods}
-    assert taken == {COMPLETIONS, CHAT, "/tokenize", "/detokenize"}
+    assert taken == {COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"}
     assert {"/v1/models", "/v1/models/{model}", "/health", "/ready", "/version", "/metrics"} <= set(document["paths"])
     text = json.dumps(document)
     schemas = document["components"]["schemas"]

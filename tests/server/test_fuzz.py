@@ -13,10 +13,12 @@ import pytest
 from server_tools import byte_engine, local_server
 
 from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from jaxserve.server.responses import ResponsesRequest
 
 TYPES = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -69,13 +71,14 @@ OTHERS += ['[{"role": "user", "content": "hi"}]', '[{"role": "user", "content": 
 
 def body(source, path):
     """Something like a request: right fields with wrong values, wrong fields, torn or shuffled bytes."""
-    fields = {"prompt": '"hi"', "messages": '[{"role": "user", "content": "hi"}]', "tokens": "[1, 2]"}
+    fields = {"prompt": '"hi"', "messages": '[{"role": "user", "content": "hi"}]', "tokens": "[1, 2]", "input": '"hi"'}
     known = list(TYPES[path].model_fields)
     pairs = {name: value for name, value in fields.items() if name in known and source.random() < 0.8}
     for _ in range(source.randint(0, 3)):
         name = source.choice(known) if source.random() < 0.9 else source.choice(string.ascii_letters)
         pairs[name] = source.choice(source.choice([NUMBERS, TEXTS, DEEP, OTHERS]))
-    pairs.setdefault("max_tokens" if "max_tokens" in known else "model", "3" if "max_tokens" in known else "null")
+    limit = next((name for name in ("max_tokens", "max_output_tokens") if name in known), None)
+    pairs.setdefault(limit or "model", "3" if limit else "null")
     text = "{" + ", ".join(f'"{name}": {value}' for name, value in pairs.items()) + "}"
     raw = bytearray(text.encode("utf-8", "surrogatepass"))
     if source.random() < 0.2:

@@ -272,14 +272,14 @@ def test_a_long_text_holds_nobody_up(server):
 
 def test_when_the_engine_fails_everybody_is_told_and_the_server_ends(caplog):
     engine = byte_engine()
-    dispatch, failing = engine.runner.run, threading.Event()
+    dispatch, failing = engine.runner.compute, threading.Event()
 
     def maybe(*arguments, **options):
         if failing.is_set():
             raise MemoryError("the device is gone")
         return dispatch(*arguments, **options)
 
-    engine.runner.run = maybe
+    engine.runner.compute = maybe
     with local_server(slow(engine, 0.01)) as server, ThreadPoolExecutor(4) as pool:
         whole = pool.submit(server.post, COMPLETIONS, ENDLESS)
         streamed = pool.submit(server.post, COMPLETIONS, {**ENDLESS, "stream": True})

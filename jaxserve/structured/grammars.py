@@ -1,0 +1,133 @@
+"""From the form that a user asks for to the grammar that llguidance compiles."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+
+from jaxserve.structured.params import StructuredOutputsParams
+from jaxserve.validation import require
+
+# Bounded: a model that has lost its way must not fill the context with spaces.
+WHITESPACE = r"[ \n\r\t]{1,32}"
+ANY_OBJECT = {"type": "object"}
+
+
+def grammar_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
+    """The grammar in one of llguidance's formats. `special_tokens` are those that no text can spell, by their names."""
+    if params.json is not None or params.json_object:
+        return json_grammar(_schema(params), params)
+    if params.regex is not None:
+        return llguidance.LLMatcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(text_literal, params.choice))  # one word of the lexer
+    if params.grammar is not None:
+        try:
+            return llguidance.grammar_from("grammar", params.grammar)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs.grammar: {error}") from None
+    return _tags_grammar(params, special_tokens)
+
+
+def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
+    if params.disable_additional_properties:
+        schema = _closed(schema)
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(params))
+    except ValueError as error:
+        raise ValueError(f"structured_outputs.json: {error}") from None
+
+
+def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    """How llguidance writes JSON's optional whitespace. Nothing is lenient, whatever a schema says."""
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
+    if params.disable_any_whitespace:
+        return options | {"whitespace_flexible": False}
+    return options | {"whitespace_flexible": True, "whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+
+
+def inline_json(schema: Any, params: StructuredOutputsParams) -> str:
+    """A schema as a term of a Lark grammar."""
+    if params.disable_additional_properties:
+        schema = _closed(schema)
+    # A schema may be a bool; options live in an object.
+    schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    return "%json " + json.dumps({**schema, "x-guidance": json_options(params)})
+
+
+def text_literal(text: str) -> str:
+    """A text as a term of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def marker(text: str, special_tokens: Mapping[str, int]) -> str:
+    """A marker as a term of a Lark grammar: the special token of this name where there is one, else its characters."""
+    return f"<[{special_tokens[text]}]>" if text in special_tokens else text_literal(text)
+
+
+def _schema(params: StructuredOutputsParams) -> dict:
+    return ANY_OBJECT if params.json is None else _parsed(params.json, "structured_outputs.json")
+
+
+def _parsed(text: str, field: str) -> dict:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{field}: it must be JSON: {error}") from None
+    require(isinstance(value, dict), field, value, "a JSON object")
+    return value
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with `additionalProperties: false` in every object that does not say anything about them."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    is_object = schema.get("type") == "object" or isinstance(schema.get("properties"), dict)
+    if is_object and not {"additionalProperties", "patternProperties"} & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _tags_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
+    """Free text in which each trigger must begin one of the structures that begin with it."""
+    field = "structured_outputs.structural_tag"
+    tag = _parsed(params.structural_tag, field)
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    filled = lambda values, kind: (
+        isinstance(values, list) and values != [] and all(isinstance(v, kind) and bool(v) for v in values)
+    )
+    require(filled(structures, dict), f"{field}.structures", structures, "a list of objects with begin, schema and end")
+    require(filled(triggers, str), f"{field}.triggers", triggers, "a list of texts that are not empty")
+    groups: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+    for index, structure in enumerate(structures):
+        begin, end, schema = (structure.get(key) for key in ("begin", "end", "schema"))
+        where = f"{field}.structures[{index}]"
+        require(
+            isinstance(begin, str) and isinstance(end, str), where, structure, "an object with begin and end, texts"
+        )
+        require(isinstance(schema, dict), f"{where}.schema", schema, "a JSON schema")
+        trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+        require(trigger is not None, f"{where}.begin", begin, f"a text that begins with one of the triggers {triggers}")
+        rest = [text_literal(part) for part in (begin[len(trigger) :], end) if part]
+        rest.insert(1 if begin != trigger else 0, inline_json(schema, params))
+        groups[trigger].append(" ".join(rest))
+    unused = [trigger for trigger, bodies in groups.items() if not bodies]
+    require(not unused, f"{field}.triggers", unused, "texts with which some structure begins")
+    return triggered(groups, special_tokens)
+
+
+def triggered(groups: Mapping[str, list[str]], special_tokens: Mapping[str, int]) -> str:
+    """A Lark grammar of free text in which each trigger is followed by one of its bodies (terms of the grammar)."""
+    rules = [f"start: ({' | '.join(f'part_{index}' for index in range(len(groups)))})* TEXT", "TEXT: /(.|\\n)*/"]
+    for index, (trigger, bodies) in enumerate(groups.items()):
+        if trigger in special_tokens:
+            rules.append(f"part_{index}: TEXT {marker(trigger, special_tokens)} body_{index}")
+        else:
+            rules.append(f"begin_{index}[lazy]: TEXT {text_literal(trigger)}")
+            rules.append(f"part_{index}: begin_{index} body_{index}")
+        rules.append(f"body_{index}: {' | '.join(bodies)}")
+    return "\n".join(["%llguidance {}", *rules])
