@@ -1,6 +1,7 @@
 """Draft heads of random tensors under their published names, and what they draft by the published recipes, in NumPy."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from engine_tools import TINY
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jaxserve.models.decoder import causal_attention
+from jaxserve.models.decoder import Decoder, causal_attention
+from jaxserve.models.draft_head import EagleHead, HeadConfig, random_head
 
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, DIM = 64, 96, 300, 4, 2, 16
 EPS, THETA = 1e-5, 10000.0
@@ -66,6 +68,13 @@ def write_head(folder: Path, method: str, tensors: dict[str, np.ndarray], **chan
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def tiny_head(target: Decoder, token_ids: np.ndarray) -> EagleHead:
+    """A random EAGLE-1 head of the target's own shape that knows some of its tokens."""
+    layer = replace(target.config, num_layers=1, windows=(None,), uses_rope=(True,), tie_word_embeddings=False)
+    config = HeadConfig(method="eagle", layer=layer, target_hidden=layer.hidden_size, draft_vocab=len(token_ids))
+    return random_head(config, token_ids=token_ids, dtype=target.embed[...].dtype)
 
 
 @partial(nnx.jit, static_argnames="third")
