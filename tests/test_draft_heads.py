@@ -73,6 +73,7 @@ def test_drafts_are_those_of_the_recipe(tmp_path, case):
     assert same == clear > 30
 
 
+@pytest.mark.slow
 def test_a_head_that_is_right_is_accepted(tmp_path):
     """A target whose layers add nothing, and a head that hands on the embedding of its token: they say the same."""
     target = tiny_decoder("float32", num_hidden_layers=1)
@@ -98,7 +99,7 @@ def test_a_head_that_is_right_is_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        pytest.param("eagle", {}, id="eagle"),
+        pytest.param("eagle", {}, id="eagle", marks=pytest.mark.slow),
         pytest.param("eagle", {"async_scheduling": False}, id="eagle, without overlap", marks=pytest.mark.slow),
         pytest.param("eagle3", {"num_pages": 10}, id="eagle3, preempted"),
         pytest.param("eagle3", {"attention_backend": "xla"}, id="eagle3, xla", marks=pytest.mark.slow),

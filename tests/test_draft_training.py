@@ -36,7 +36,7 @@ def target() -> Decoder:
 
 OPTIONS = TrainingOptions(draft_vocab=150, epochs=5, batch_size=16, learning_rate=1e-2)
 SHARDS = 3
-SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
 PROMPTS = [[index % 20 + 10, 20, 30 + index % 7] for index in range(140)]
 
 
@@ -97,6 +97,7 @@ def test_an_interruption_changes_nothing(trained, answers, tmp_path):
         train(target(), answers, SHARDS, TrainingOptions(), tmp_path)
 
 
+@pytest.mark.slow
 def test_drafts_of_a_trained_head_are_accepted_more_often(trained, answers, tmp_path):
     untrained = train(target(), answers, SHARDS, OPTIONS, tmp_path / "untrained", stop_after=1)
     rates = []
