@@ -13,7 +13,7 @@ LINEAR_BACKENDS = ("auto", "xla", "native", "mosaic")
 SCHEDULING_POLICIES = ("fcfs", "priority", "fair", "static")
 COMPILE_MODES = ("lazy", "warmup")
 GENERATION_CONFIGS = ("auto", "none")
-SPECULATIVE_METHODS = ("ngram", "draft_model")
+SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 LENGTH_CONTROLS = ("auto", "fixed")
 ACCEPTANCE_RULES = ("agreement", "rejection")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
@@ -33,8 +33,9 @@ class SpeculativeConfig:
 
     Attributes:
         method: `ngram` proposes what followed the last tokens when they last occurred (prompt lookup); `draft_model`
-            lets a smaller model of the same vocabulary go ahead.
-        model: `draft_model`: its name, as `EngineConfig.model`.
+            lets a smaller model of the same vocabulary go ahead; `eagle` and `eagle3` continue the model's hidden
+            states by a head of one layer.
+        model: `draft_model`: its name, as `EngineConfig.model`; `eagle` and `eagle3`: the folder or hub id of the head.
         num_speculative_tokens: the most draft tokens of a request in a step.
         length_control: `auto` chooses a length for each request and step by what its drafts were accepted and by what
             a row of the step costs, `fixed` always takes `num_speculative_tokens`.
@@ -62,8 +63,8 @@ class SpeculativeConfig:
             _one_of(self, name, values)
         for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
             _positive(self, name)
-        valid = self.model is None or (self.method == "draft_model" and isinstance(self.model, str | Path))
-        require(valid, "model", self.model, "the name of a model with method='draft_model', and None otherwise")
+        valid = self.model is None or (self.method != "ngram" and isinstance(self.model, str | Path))
+        require(valid, "model", self.model, "the name of a model or a head, and None with method='ngram'")
         most = self.num_speculative_tokens
         require(most <= MAX_DRAFT_TOKENS, "num_speculative_tokens", most, f"at most {MAX_DRAFT_TOKENS}")
         rule = f"at least prompt_lookup_min={self.prompt_lookup_min}"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.cache.memory import CPU_TOKENS_PER_REQUEST, MemoryPlan, device_memory, plan_memory
+from jaxserve.checkpoint.draft_head import load_head, read_head
 from jaxserve.checkpoint.hugging_face import dtype_of, read_config, read_generation_defaults
 from jaxserve.checkpoint.loading import load_decoder, model_folder
 from jaxserve.config import EngineConfig, SpeculativeConfig
@@ -22,6 +23,7 @@ from jaxserve.kernels_pallas.matmul import LinearKernel, choose_linear
 from jaxserve.kernels_pallas.paged_attention import XLA, AttentionBackend, choose_attention
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.draft_head import EagleHead, HeadConfig, num_parameters
 from jaxserve.models.sharding import check_mesh
 from jaxserve.models.weights import decoder_leaves
 from jaxserve.progress import CompileProgress
@@ -60,8 +62,9 @@ class Model(NamedTuple):
     config: ModelConfig
     dtype: jnp.dtype
     tokenizer: Tokenizer | None
-    load: Callable[[], Decoder]
+    load: Callable[[], Decoder | EagleHead]
     defaults: SamplingParams = SamplingParams()
+    head: HeadConfig | None = None  # of a draft head; `config` is then that of its layer
 
 
 class Prepared(NamedTuple):
@@ -119,7 +122,10 @@ class Counters:
 
 
 def prepare(
-    config: EngineConfig, decoder: Decoder | None, tokenizer: Tokenizer | None, draft_decoder: Decoder | None = None
+    config: EngineConfig,
+    decoder: Decoder | None,
+    tokenizer: Tokenizer | None,
+    draft_decoder: Decoder | EagleHead | None = None,
 ) -> Prepared:
     """Everything that is decided before the weights are loaded. ValueError for options that do not go together."""
     model = _given(config, decoder, tokenizer) if decoder is not None else _named(config, tokenizer)
@@ -155,7 +161,7 @@ def start(
     config: EngineConfig,
     decoder: Decoder | None,
     tokenizer: Tokenizer | None,
-    draft_decoder: Decoder | None,
+    draft_decoder: Decoder | EagleHead | None,
     progress: CompileProgress,
 ) -> Parts:
     """Build everything that an engine needs; `progress` hears of warm-up. ValueError for options that do not fit."""
@@ -198,6 +204,7 @@ def start(
             config.scheduling_policy, max_num_seqs=config.max_num_seqs, priority_aging_s=config.priority_aging_s
         ),
         draft_lengths=controller,
+        recomputes_last=draft is not None and draft.head is not None,
     )
     if config.compile == "warmup":
         runner.warm_up(progress)
@@ -233,26 +240,40 @@ def _choose_attention(config: EngineConfig, model: Model, draft: Model | None, m
     return chosen[0] if len({(backend.name, backend.work) for backend in chosen}) == 1 else XLA
 
 
-def _draft_model(config: EngineConfig, model: Model, decoder: Decoder | None) -> Model | None:
-    """The model that proposes tokens, in the dtype of the other one, whose pages it shares."""
+def _draft_model(config: EngineConfig, model: Model, decoder: Decoder | EagleHead | None) -> Model | None:
+    """The model or head that proposes tokens, in the dtype of the model, whose pages it shares."""
     speculative = config.speculative_config
-    if speculative is None or speculative.method != "draft_model":
+    if speculative is None or speculative.method == "ngram":
         if decoder is not None:
-            raise ValueError("draft_decoder: it is used with speculative_config.method='draft_model' only")
+            raise ValueError("draft_decoder: it is used where speculative_config.method names a model or a head only")
         return None
+    method = speculative.method
     if config.mesh is not None:
-        raise ValueError("speculative_config.method='draft_model': it must be another on a mesh: it runs on one device")
+        raise ValueError(f"speculative_config.method={method!r}: it must be another on a mesh: it runs on one device")
     if decoder is not None:
-        if decoder.embed[...].dtype != model.dtype:
-            raise ValueError(f"draft_decoder: its dtype {decoder.embed[...].dtype} must be the model's {model.dtype}")
-        return Model(decoder.config, model.dtype, None, lambda: decoder)
+        return _given_draft(decoder, method, model)
     if speculative.model is None:
-        raise ValueError("speculative_config.model=None: it must name a model with method='draft_model'")
+        raise ValueError(f"speculative_config.model=None: it must name a model or a head with method={method!r}")
     folder = model_folder(speculative.model)
+    if method != "draft_model":
+        head = read_head(folder, method, model.config)
+        return Model(head.layer, model.dtype, None, lambda: load_head(folder, head, model.dtype), head=head)
     described = read_config(folder, max_model_len=config.max_model_len)
     tokenizer = Tokenizer.from_folder(folder, vocab_size=described.vocab_size) if model.tokenizer is not None else None
     load = lambda: load_decoder(folder, dtype=model.dtype, max_model_len=config.max_model_len)
     return Model(described, model.dtype, tokenizer, load)
+
+
+def _given_draft(decoder: Decoder | EagleHead, method: str, model: Model) -> Model:
+    is_head = isinstance(decoder, EagleHead)
+    own = decoder.config.method if is_head else "draft_model"
+    if own != method:
+        raise ValueError(f"draft_decoder: it is one for the method {own!r} and must be one for {method!r}")
+    dtype = (decoder.layer.qkv if is_head else decoder.embed)[...].dtype
+    if dtype != model.dtype:
+        raise ValueError(f"draft_decoder: its dtype {dtype} must be the model's {model.dtype}")
+    config = decoder.config.layer if is_head else decoder.config
+    return Model(config, model.dtype, None, lambda: decoder, head=decoder.config if is_head else None)
 
 
 def _draft_products(draft: Model | None) -> dict[str, tuple[int, int]]:
@@ -267,7 +288,7 @@ def _check_draft(draft: Model, model: Model, max_len: int) -> None:
     if draft.tokenizer is not None and draft.tokenizer.backend.get_vocab() != model.tokenizer.backend.get_vocab():
         raise ValueError("speculative_config.model: its tokenizer must be the model's, and has other tokens")
     longest = draft.config.max_position_embeddings
-    if longest < max_len:
+    if longest < max_len and draft.head is None:  # beyond its context a head is only right less often
         raise ValueError(
             f"max_model_len={max_len}: it must be at most max_position_embeddings={longest} of speculative_config.model"
         )
@@ -327,7 +348,9 @@ def _num_parameters(config: ModelConfig) -> int:
 
 def _plan_memory(config: EngineConfig, model: Model, draft: Model | None, layout: KVLayout, longest: int) -> MemoryPlan:
     itemsize = jnp.dtype(model.dtype).itemsize
-    parameters = _num_parameters(model.config) + (_num_parameters(draft.config) if draft is not None else 0)
+    parameters = _num_parameters(model.config)
+    if draft is not None:
+        parameters += _num_parameters(draft.config) if draft.head is None else num_parameters(draft.head)
     rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
     sampled = rows if config.speculative_config is None else max(rows, tokens)
     widest = 4 * (model.config.hidden_size + 2 * model.config.intermediate_size)

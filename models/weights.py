@@ -51,12 +51,12 @@ def decoder_leaves(config: ModelConfig) -> list[Leaf]:
         generic, index = re.sub(r"^layers\.\d+", "layers.{i}", path), re.search(r"\d+|$", path)
         source = table[generic]
         names = [name.format(i=index[0]) for name in source.names]
-        shapes = _stored_shapes(source.fuse, leaf.shape, config)
+        shapes = stored_shapes(source.fuse, leaf.shape, config)
         leaves.append(Leaf(path, leaf.shape, source.fuse, dict(zip(names, shapes, strict=True))))
     return leaves
 
 
-def _stored_shapes(fuse: Fuse, shape: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+def stored_shapes(fuse: Fuse, shape: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     """The shapes in the file of the tensors behind a parameter of this shape."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     match fuse:
@@ -83,12 +83,18 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], where: str) -> None:
     """CheckpointError unless the names are exactly those the model needs (JUNK aside) and the shapes fit."""
-    needed = tensor_shapes(config)
+    check_names(tensor_shapes(config), found, where, f"{config.architecture} as config.json describes it")
+
+
+def check_names(
+    needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], where: str, what: str
+) -> None:
+    """CheckpointError unless the found tensors are the needed ones (JUNK aside), in names and shapes."""
     missing = sorted(needed.keys() - found.keys())
     unused = sorted(name for name in found.keys() - needed.keys() if not JUNK.search(name))
     if missing or unused:
         raise CheckpointError(
-            f"{where}: the tensors do not fit {config.architecture} as config.json describes it; "
+            f"{where}: the tensors do not fit {what}; "
             f"missing: {_listed(missing)}; not used by the model: {_listed(unused)}"
         )
     for name, shape in needed.items():

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import scipy.stats
+from draft_head_tools import tiny_head
 from engine_tools import assert_same, requests_for, run, run_alone, tiny_decoder, tiny_engine
 
 from jaxserve import SamplingParams, startup
@@ -31,6 +32,7 @@ SIZES = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "linear_backend": "xl
 METHODS = {
     "draft_model": {"method": "draft_model"},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+    "eagle": {"method": "eagle"},  # a head that knows three of the four tokens
 }
 
 
@@ -70,10 +72,14 @@ def joint_distribution(logprobs, params: SamplingParams) -> np.ndarray:
     return joint
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=["draft_model", "ngram", pytest.param("eagle", marks=pytest.mark.slow)])
 def engine(request):
     config = {**METHODS[request.param], "num_speculative_tokens": LENGTH, "length_control": "fixed"}
-    draft = decoder(num_hidden_layers=1, rope_theta=100.0) if request.param == "draft_model" else None
+    drafts = {
+        "draft_model": lambda: decoder(num_hidden_layers=1, rope_theta=100.0),
+        "eagle": lambda: tiny_head(decoder(), np.array([0, 1, 3])),
+    }
+    draft = drafts.get(request.param, lambda: None)()
     config["acceptance"] = "rejection"
     with tiny_engine(decoder=decoder(), draft_decoder=draft, speculative_config=config, **SIZES) as engine:
         yield engine

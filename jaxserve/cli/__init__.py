@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "run an evaluation job, or compare two",
     "batch": "answer a file of requests in OpenAI's batch format",
     "bench": "measure the engine",
+    "train-draft": "train a draft head for a model on what the model itself says",
 }
 
 
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _module(command: str):
-    return import_module(f"jaxserve.cli.{command}")
+    return import_module(f"jaxserve.cli.{command.replace('-', '_')}")
 
 
 def _own(given: list[str]) -> Sequence[str]:

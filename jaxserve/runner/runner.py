@@ -17,12 +17,13 @@ from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.kernels_pallas.verify_draft import choose_verify
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.draft_head import EagleHead
 from jaxserve.runner import inputs, slots, step
 from jaxserve.runner.compilation import Compiler, Program
 from jaxserve.runner.inputs import Runs, ScoreRow
 from jaxserve.runner.programs import COPIES, Programs
 from jaxserve.runner.step import StepDefinition
-from jaxserve.runner.weights import Weights, flatten
+from jaxserve.runner.weights import HeadDefinition, Weights, flatten, flatten_head, share_head
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets
@@ -101,16 +102,19 @@ class Runner:
         mesh: jax.sharding.Mesh | None = None,
         cache_dir: Path | None = None,
         proposer: NgramProposer | None = None,
-        draft: Decoder | None = None,
+        draft: Decoder | EagleHead | None = None,
         acceptance: str = "agreement",
         max_drafts: int = 0,
         constrains: bool = False,
     ):
         definition, self.weights = flatten(model)
-        draft_definition = None
+        draft_definition = state = None
         if draft is not None:
-            draft_definition, draft_weights = flatten(draft)
+            is_head = isinstance(draft, EagleHead)
+            draft_definition, draft_weights = flatten_head(draft, self.weights) if is_head else flatten(draft)
             self.weights = self.weights._replace(draft=draft_weights)
+            if is_head:
+                state = jax.ShapeDtypeStruct((draft.config.layer.hidden_size,), self.weights.embed.dtype)
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.max_len = max_len
@@ -135,7 +139,7 @@ class Runner:
         self.compiler = Compiler(cache_dir, devices)
         remembered = max_drafts if self.step.keeps_draft_logits else 0
         sizes = num_slots, max_len, self.max_pages, model.config.vocab_size
-        self.slots = slots.allocate(*sizes, draft_logits=remembered)
+        self.slots = slots.allocate(*sizes, draft_logits=remembered, state=state)
         self._dispatched: list[StepHandle] = []  # the last step
         self._wait = weakref.finalize(self, _wait_for, self._dispatched)
         if mesh is not None:
@@ -281,6 +285,8 @@ class Runner:
         """
         held, self.weights = [self.weights], None
         self.weights = replace(held)
+        if isinstance(draft := self.step.draft, HeadDefinition):
+            self.weights = self.weights._replace(draft=share_head(draft, self.weights.draft, self.weights.head))
 
     def close(self) -> None:
         """Wait for the step in flight, give back the pages and the slots, and forget weights and executables."""

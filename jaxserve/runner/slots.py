@@ -8,8 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
+from jaxserve.config import MAX_DRAFT_TOKENS
 from jaxserve.kernels_pallas.verify_draft.drafts import DraftLogits
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.sampling import processing
@@ -17,6 +18,8 @@ from jaxserve.sampling.processing import Processing
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams, seed_words
 
+# Of a run of certain tokens and drafts any may be the last that counts; the next step needs the state there.
+KEPT_STATES = MAX_DRAFT_TOKENS + 1
 _HEADER = 17  # int32 values in front of the token history in a packed admission
 
 
@@ -28,6 +31,7 @@ class Slots(NamedTuple):
     draft_logits: what each of them was sampled from, where verification asks for it: filled by proposers
     write_start: keys and values before this position are shared and are not written
     page_table: one group of layers today; sliding-window layers may get their own
+    states: for a draft head, the model's hidden states at the last positions, that of position p at p % KEPT_STATES
     """
 
     history: Int32[Array, "slots max_len"]
@@ -43,6 +47,7 @@ class Slots(NamedTuple):
     num_logprobs: Int32[Array, " slots"]
     processing: Processing
     draft_logits: Float32[Array, "slots drafts vocab"] | None
+    states: Float[Array, "slots kept hidden"] | None
 
     @property
     def num_slots(self) -> int:
@@ -83,8 +88,17 @@ class Slots(NamedTuple):
         return self._replace(history=history, draft_logits=kept)
 
 
-def allocate(num_slots: int, max_len: int, max_pages: int, vocab: int, *, draft_logits: int = 0) -> Slots:
-    """Empty slots, which remember the logits of so many drafts."""
+def allocate(
+    num_slots: int,
+    max_len: int,
+    max_pages: int,
+    vocab: int,
+    *,
+    draft_logits: int = 0,
+    state: jax.ShapeDtypeStruct | None = None,
+) -> Slots:
+    """Empty slots, which remember the logits of so many drafts, and states like this one, which a draft head goes on
+    from."""
     row = lambda dtype, *shape: jnp.zeros((num_slots, *shape), dtype)
     return Slots(
         history=row(jnp.int32, max_len),
@@ -100,6 +114,7 @@ def allocate(num_slots: int, max_len: int, max_pages: int, vocab: int, *, draft_
         num_logprobs=row(jnp.int32),
         processing=processing.allocate(num_slots, vocab),
         draft_logits=row(jnp.float32, draft_logits, vocab) if draft_logits else None,
+        states=None if state is None else row(state.dtype, KEPT_STATES, *state.shape),
     )
 
 
@@ -177,3 +192,28 @@ def admit(slots: Slots, packed: Int32[Array, " size"]) -> Slots:
 def set_tables(slots: Slots, packed: Int32[Array, " size"]) -> Slots:
     """The slots with the tables of one of them (`LogitsTables.pack`)."""
     return slots._replace(processing=processing.set_tables(slots.processing, packed))
+
+
+def states_before(
+    slots: Slots,
+    states: Float[Array, "tokens hidden"],
+    token_slot: Int32[Array, " tokens"],
+    position: Int32[Array, " tokens"],
+) -> Float[Array, "tokens hidden"]:
+    """The state one position before each row: that of the row before it in the same run, or one kept by its slot."""
+    follows = token_slot == jnp.roll(token_slot, 1)
+    follows = follows.at[0].set(False)
+    kept = slots.states.at[token_slot, (position - 1) % KEPT_STATES].get(mode="clip")
+    return jnp.where(follows[:, None], jnp.roll(states, 1, axis=0), kept)
+
+
+def keep_states(
+    slots: Slots,
+    states: Float[Array, "tokens hidden"],
+    token_slot: Int32[Array, " tokens"],
+    position: Int32[Array, " tokens"],
+) -> Slots:
+    """The slots with the states of the last rows of each run."""
+    behind = jnp.pad(token_slot, (0, KEPT_STATES), constant_values=-1)[KEPT_STATES:]
+    where = jnp.where(behind == token_slot, slots.num_slots, token_slot)  # overwritten by a later row of its run
+    return slots._replace(states=slots.states.at[where, position % KEPT_STATES].set(states, mode="drop"))

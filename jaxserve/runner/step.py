@@ -38,10 +38,13 @@ from jaxserve.kernels_pallas.verify_draft import REFERENCE, DraftRows, VerifyBac
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs, whole_logprobs
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.models import decoder, rope
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.draft_head import layer_inputs
 from jaxserve.runner.inputs import BodyInputs, DraftInputs, unpack_body, unpack_drafts
-from jaxserve.runner.slots import Slots
-from jaxserve.runner.weights import ModelDefinition, Weights
-from jaxserve.sampling.processing import process
+from jaxserve.runner.slots import KEPT_STATES, Slots, keep_states, states_before
+from jaxserve.runner.weights import HeadDefinition, HeadWeights, ModelDefinition, Weights
+from jaxserve.sampling.processing import asked, process
+from jaxserve.sampling_params import COLDEST
 from jaxserve.speculative.acceptance import NO_TOKEN
 from jaxserve.speculative.ngram import NgramProposer
 from jaxserve.speculative.verification import reported
@@ -54,7 +57,7 @@ class StepDefinition:
     """Everything static that the programs are compiled for.
 
     proposer: proposes draft tokens from a request's own text
-    draft: the model that proposes them instead; its layers' pages lie behind those of `model`
+    draft: the model or the head that proposes them instead; its layers' pages lie behind those of `model`
     acceptance: the rule by which drafts are accepted, of `config.ACCEPTANCE_RULES`
     """
 
@@ -67,7 +70,7 @@ class StepDefinition:
     native_norm: NativeNorm | None = None
     verify: VerifyBackend = REFERENCE
     proposer: NgramProposer | None = None
-    draft: ModelDefinition | None = None
+    draft: ModelDefinition | HeadDefinition | None = None
     acceptance: str = "agreement"
     constrains: bool = False  # whether rows may bring masks
 
@@ -154,13 +157,22 @@ def body(
         inputs.work, slots.page_table[0], where.slot, where.position, num_pages=num_pages, page_size=page_size
     )
     own = len(step.model.layers)
-    hidden, layers_kv, finite = _layers(step, step.model, weights, kv[:own], token_ids, where, prepared)
-    if step.draft is not None:  # it sees every token when the target does: its pages are always as far as the target's
-        with jax.named_scope("draft_model"):
-            layers_kv += _layers(step, step.draft, weights.draft, kv[own:], token_ids, where, prepared)[1]
+    between: list[Array] = []
+    hidden, layers_kv, finite = _layers(step, step.model, weights, kv[:own], token_ids, where, prepared, between)
     with jax.named_scope("final_norm"):
         finite &= jnp.isfinite(hidden).all(-1)
         hidden = step.model.norm.build(weights.norm)(hidden, step.norm(where.count))
+    # What proposes sees every token when the target does: its pages are always as far as the target's.
+    if isinstance(step.draft, HeadDefinition):
+        with jax.named_scope("draft_head"):
+            states = _states(step, weights.draft, hidden, between, where)
+            before = states_before(slots, states, where.slot, where.position)
+            layers_kv += _head_layer(step, weights, kv[own:], token_ids, before, where, prepared)[1]
+            slots = keep_states(slots, states, where.slot, where.position)
+    elif step.draft is not None:
+        with jax.named_scope("draft_model"):
+            layers_kv += _layers(step, step.draft, weights.draft, kv[own:], token_ids, where, prepared, [])[1]
+    with jax.named_scope("rows"):
         if back is not None:
             hidden, finite = hidden[back], finite[back]
         hidden = jnp.pad(hidden, ((0, step.max_tokens - tokens), (0, 0)))
@@ -168,23 +180,57 @@ def body(
 
 
 def _layers(
-    step: StepDefinition, model: ModelDefinition, weights: Weights, kv: KVCache, token_ids, where: Tokens, prepared
+    step: StepDefinition,
+    model: ModelDefinition,
+    weights: Weights,
+    kv: KVCache,
+    token_ids,
+    where: Tokens,
+    prepared,
+    between: list[Array],
 ) -> tuple[Float[Array, "tokens hidden"], KVCache, Bool[Array, " tokens"]]:
-    """All layers of a model over some tokens. Returns hidden rows, pages, and whose keys and values were finite."""
+    """All layers of a model over some tokens. Returns hidden rows, pages, and whose keys and values were finite;
+    `between` gets the hidden rows in front of each layer and behind the last."""
     hidden = jnp.take(weights.embed, token_ids, axis=0, mode="clip")
-    config = model.config
-    frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-    tables = rope.rope_tables(where.position, frequencies, config.rope_scaling.attention_factor)
+    tables = _rope_tables(model.config, where)
     finite = jnp.ones(token_ids.shape, bool)
     layers_kv = []
     for definition, leaves, layer_kv in zip(model.layers, weights.layers, kv, strict=True):
+        between.append(hidden)
         with jax.named_scope("layer"):
             hidden, layer_kv, wrote_finite = layer_step(
                 definition, step, leaves, hidden, tables, layer_kv, where, prepared
             )
         layers_kv.append(layer_kv)
         finite &= wrote_finite
+    between.append(hidden)
     return hidden, tuple(layers_kv), finite
+
+
+def _rope_tables(config: ModelConfig, where: Tokens) -> decoder.RopeTables:
+    frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+    return rope.rope_tables(where.position, frequencies, config.rope_scaling.attention_factor)
+
+
+def _states(step: StepDefinition, head: HeadWeights, hidden: Array, between: list[Array], where: Tokens) -> Array:
+    """What a draft head continues: the model's last hidden rows (EAGLE-1), or a mixture of several (EAGLE-3)."""
+    if head.fc is None:
+        return hidden
+    chosen = jnp.concatenate([between[index] for index in step.draft.config.aux_layers], axis=-1)
+    return step.linear(where.count)(chosen, head.fc)
+
+
+def _head_layer(
+    step: StepDefinition, weights: Weights, kv: KVCache, token_ids, before: Array, where: Tokens, prepared
+) -> tuple[Float[Array, "tokens hidden"], KVCache]:
+    """A draft head's layer over some tokens and the states before them. Returns the next states and its pages."""
+    draft, head = step.draft, weights.draft
+    embed = weights.embed if head.embed is None else head.embed
+    embedded = jnp.take(embed, token_ids, axis=0, mode="clip")
+    inputs = layer_inputs(embedded, before, where.position == 0)
+    tables = _rope_tables(draft.config.layer, where)
+    states, layer_kv, _ = layer_step(draft.layer, step, head.layer, inputs, tables, kv[0], where, prepared)
+    return states, (layer_kv,)
 
 
 def head(
@@ -269,16 +315,37 @@ def _sampling_rows(slots: Slots, row_slots: Int32[Array, " rows"]) -> SamplingRo
 
 
 def put_drafts(
-    step: StepDefinition, slots: Slots, logits: Float32[Array, "rows vocab"], row_slots, index, position
+    step: StepDefinition,
+    slots: Slots,
+    logits: Float32[Array, "rows known"],
+    row_slots,
+    index,
+    position,
+    token_ids: Int32[Array, " known"] | None = None,
 ) -> Slots:
     """The slots with a draft token sampled from a proposer's logits, the `index`-th of each row's slot (from 0 on).
 
     It is sampled as the target's would be, by the request's own parameters and that position's noise, so that the two
-    agree more often.
+    agree more often. `token_ids`: the tokens that the proposer knows; None is all.
     """
-    processed = process(logits, slots.processing, row_slots, slots.history, position, branches=step.branches).logits
-    tokens = step.verify.sample(processed, _sampling_rows(slots, row_slots), position)
-    return slots.with_drafts(row_slots, index, position, tokens, processed)
+    rows = _sampling_rows(slots, row_slots)
+
+    def sample() -> tuple[Array, Array]:
+        everything = logits
+        if token_ids is not None:
+            nothing = jnp.full((len(logits), step.model.config.vocab_size), -jnp.inf, jnp.float32)
+            everything = nothing.at[:, token_ids].set(logits)
+        processed = process(
+            everything, slots.processing, row_slots, slots.history, position, branches=step.branches
+        ).logits
+        return step.verify.sample(processed, rows, position), processed
+
+    if token_ids is None or step.keeps_draft_logits or not step.branches:
+        return slots.with_drafts(row_slots, index, position, *sample())
+    # What costs as much as the whole vocabulary's head is left out where the largest logit is all that is asked for.
+    plain = (rows.temperature < COLDEST) & ~asked(slots.processing, row_slots, position, slots.num_slots)
+    tokens = lax.cond(plain.all(), lambda: token_ids[blocks.largest(logits)[0]], lambda: sample()[0])
+    return slots.with_drafts(row_slots, index, position, tokens, logits)
 
 
 def score(
@@ -356,7 +423,7 @@ def read_drafts(slots: Slots, *, count: int) -> Int32[Array, "slots count"]:
 def propose_by_model(
     step: StepDefinition, weights: Weights, kv: KVCache, slots: Slots, packed: Int32[Array, " size"], *, rows: int
 ) -> tuple[KVCache, Slots]:
-    """Draft tokens for at most `rows` slots. The draft model decodes them one by one."""
+    """Draft tokens for at most `rows` slots. The draft model or head decodes them one by one."""
     inputs = unpack_drafts(packed, rows, step.max_tokens)
     slots = _new_pages(slots, inputs)
     row_slots, wanted = inputs.slots, inputs.wanted
@@ -364,8 +431,13 @@ def propose_by_model(
     num_pages, _, _, page_size, _ = kv[0].pages.shape
     offset = jnp.zeros_like(row_slots)
 
-    def one(index: Array, carry: tuple[KVCache, Slots]) -> tuple[KVCache, Slots]:
-        draft_kv, now = carry
+    before = None
+    if slots.states is not None:
+        last = (slots.num_computed.at[row_slots].get(mode="clip") - 1) % KEPT_STATES
+        before = slots.states.at[row_slots, last].get(mode="clip")
+
+    def one(index: Array, carry: tuple) -> tuple:
+        draft_kv, now, before = carry
         token_slot = jnp.where(index < wanted, row_slots, slots.num_slots)
         where = _locate(now, token_slot, offset + index, num_pages, page_size)
         token_ids = now.history.at[where.slot, where.position].get(mode="clip")
@@ -373,13 +445,20 @@ def propose_by_model(
         prepared = step.attention.prepare(
             work, slots.page_table[0], where.slot, where.position, num_pages=num_pages, page_size=page_size
         )
-        hidden, draft_kv, _ = _layers(step, step.draft, weights.draft, draft_kv, token_ids, where, prepared)
-        hidden = step.draft.norm.build(weights.draft.norm)(hidden, step.norm(where.count))
-        logits = logits_of(weights.draft.head, hidden, step.linear(where.count))
-        return draft_kv, put_drafts(step, now, logits, token_slot, index, where.position + 1)
+        if isinstance(step.draft, HeadDefinition):
+            hidden, draft_kv = _head_layer(step, weights, draft_kv, token_ids, before, where, prepared)
+            before, known = hidden, weights.draft.token_ids
+        else:
+            hidden, draft_kv, _ = _layers(step, step.draft, weights.draft, draft_kv, token_ids, where, prepared, [])
+            known = None
+        if step.draft.norm is not None:
+            hidden = step.draft.norm.build(weights.draft.norm)(hidden, step.norm(where.count))
+        head = weights.head if weights.draft.head is None else weights.draft.head
+        logits = logits_of(head, hidden, step.linear(where.count))
+        return draft_kv, put_drafts(step, now, logits, token_slot, index, where.position + 1, known), before
 
-    with jax.named_scope("draft_model"):
-        draft_kv, slots = lax.fori_loop(0, wanted.max(), one, (kv[own:], slots))
+    with jax.named_scope("propose"):
+        draft_kv, slots, _ = lax.fori_loop(0, wanted.max(), one, (kv[own:], slots, before))
     num_drafts = jnp.zeros_like(slots.num_drafts).at[row_slots].set(wanted, mode="drop")
     return kv[:own] + draft_kv, slots._replace(num_drafts=num_drafts)
 

@@ -7,24 +7,36 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.draft_head import EagleHead, HeadConfig
 from jaxserve.models.weights import decoder_leaves
 
 
 class Weights(NamedTuple):
     """The arrays of a model. `head` is [hidden, vocab] for tied models too: products want `[in, out]`.
 
-    draft: those of the model that proposes tokens for it, if there is one.
+    draft: those of the model or the head that proposes tokens for it, if there is one.
     """
 
     embed: Float[Array, "vocab hidden"]
     layers: tuple[tuple[Array, ...], ...]
     norm: tuple[Array, ...]
     head: Float[Array, "hidden vocab"]
-    draft: "Weights | None" = None
+    draft: "Weights | HeadWeights | None" = None
+
+
+class HeadWeights(NamedTuple):
+    """The arrays of a draft head; see `models.draft_head`. `head` and `embed` are None where it uses the model's."""
+
+    layer: tuple[Array, ...]
+    norm: tuple[Array, ...]  # empty where there is none
+    fc: Float[Array, "target_hidden hidden"] | None
+    embed: Float[Array, "vocab hidden"] | None
+    head: Float[Array, "hidden draft_vocab"] | None
+    token_ids: Int32[Array, " draft_vocab"] | None
 
 
 class ModuleDefinition(NamedTuple):
@@ -46,6 +58,14 @@ class ModelDefinition(NamedTuple):
     norm: ModuleDefinition
 
 
+class HeadDefinition(NamedTuple):
+    """What is static in a draft head."""
+
+    config: HeadConfig
+    layer: ModuleDefinition
+    norm: ModuleDefinition | None
+
+
 def flatten(model: Decoder) -> tuple[ModelDefinition, Weights]:
     """The static and the array part of a decoder. The arrays are the model's own, but for a tied head."""
     layers = [_split(layer) for layer in model.layers]
@@ -54,6 +74,29 @@ def flatten(model: Decoder) -> tuple[ModelDefinition, Weights]:
     head = tied_head(embed) if model.head is None else model.head[...]
     definition = ModelDefinition(model.config, tuple(layer for layer, _ in layers), norm)
     return definition, Weights(embed, tuple(leaves for _, leaves in layers), norm_leaves, head)
+
+
+def flatten_head(head: EagleHead, weights: Weights) -> tuple[HeadDefinition, HeadWeights]:
+    """The static and the array part of a draft head for a model with these weights."""
+    layer, leaves = _split(head.layer)
+    norm, norm_leaves = (None, ()) if head.norm is None else _split(head.norm)
+    fc, embed, own_head, ids = (
+        None if variable is None else variable[...] for variable in (head.fc, head.embed, head.head, head.token_ids)
+    )
+    definition = HeadDefinition(head.config, layer, norm)
+    return definition, share_head(definition, HeadWeights(leaves, norm_leaves, fc, embed, own_head, ids), weights.head)
+
+
+def share_head(definition: HeadDefinition, head: HeadWeights, target: Float[Array, "hidden vocab"]) -> HeadWeights:
+    """A draft head's weights with the columns of the target's head that it uses, if it has no head of its own."""
+    if definition.config.own_head or head.token_ids is None:
+        return head
+    return head._replace(head=_columns(target, head.token_ids))
+
+
+@jax.jit
+def _columns(head: Float[Array, "hidden vocab"], ids: Int32[Array, " some"]) -> Float[Array, "hidden some"]:
+    return head[:, ids]
 
 
 @jax.jit

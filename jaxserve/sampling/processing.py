@@ -141,6 +141,16 @@ def _constrain(
         return jnp.where(allowed, logits, -jnp.inf)
 
 
+def asked(
+    state: Processing, slots: Int32[Array, " rows"], positions: Int32[Array, " rows"], num_slots: int
+) -> Bool[Array, " rows"]:
+    """Which rows `process` may change."""
+    take = lambda values: values.at[slots].get(mode="clip")
+    penalised = (take(state.repetition) != 1) | (take(state.presence) != 0) | (take(state.frequency) != 0)
+    masked = take(state.has_bias) | (take(state.num_bad_words) > 0) | (positions < take(state.min_length))
+    return (slots < num_slots) & (penalised | masked)
+
+
 def _forbid(logits: Float32[Array, "rows vocab"], ids: Int32[Array, "rows n"]) -> Float32[Array, "rows vocab"]:
     """The logits with -inf at the ids; an id of `vocab` is none."""
     rows = lax.iota(jnp.int32, logits.shape[0])[:, None]

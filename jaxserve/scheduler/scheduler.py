@@ -64,6 +64,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         policy: FirstComeFirstServed | None = None,
         draft_lengths: DraftLengths | None = None,
+        recomputes_last: bool = False,
     ):
         self.pool = pool
         self.policy = policy or FirstComeFirstServed()
@@ -73,6 +74,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
         self.draft_lengths = draft_lengths
+        self.recomputes_last = recomputes_last  # of the cached tokens: what follows needs its hidden state
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []  # in the policy's order
         self.preempted: list[Request] = []  # waiting for their step in flight
@@ -416,7 +418,8 @@ class Scheduler:
         cached = len(pages) * self.page_size
         # Cached keys and values are shared, but a token's log-probability needs the hidden state before it.
         needed = num_tokens if request.next_to_score is None else request.next_to_score
-        return pages, min(cached, num_tokens - 1, needed - 1), cached
+        known = max(cached - 1, 0) if self.recomputes_last else cached
+        return pages, min(known, num_tokens - 1, needed - 1), cached
 
     def _start(self, request: Request, plan: StepPlan, pages: list[int], num_computed: int, write_start: int) -> None:
         self.waiting.remove(request)

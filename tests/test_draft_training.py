@@ -1,0 +1,145 @@
+"""Training a draft head: it learns, what it learned is accepted more often, and an interruption changes nothing."""
+
+import json
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_tools import SHAPES, write_tiny_checkpoint
+from cli_tools import flags
+from engine_tools import run, tiny_decoder, tiny_engine
+from flax import nnx
+
+from jaxserve import SamplingParams
+from jaxserve.checkpoint.draft_head import load_head, read_head, save_head
+from jaxserve.checkpoint.hugging_face import read_config
+from jaxserve.cli import main
+from jaxserve.draft_training import corpus
+from jaxserve.draft_training.prompts import template_prompts
+from jaxserve.draft_training.report import plot
+from jaxserve.draft_training.trainer import TrainingOptions, train
+from jaxserve.models.decoder import Decoder
+
+
+@cache
+def target() -> Decoder:
+    """Its layers add nothing, and every token has one likeliest successor: what a head can learn in a few steps."""
+    model = nnx.clone(tiny_decoder(num_hidden_layers=1, tie_word_embeddings=False))
+    for matrix in (model.layers[0].out, model.layers[0].down):
+        matrix[...] = jnp.zeros_like(matrix[...])
+    successors = np.random.default_rng(0).permutation(300)
+    model.head[...] = model.head[...].at[:, successors].set(model.embed[...].T)
+    return model
+
+
+OPTIONS = TrainingOptions(draft_vocab=150, epochs=5, batch_size=16, learning_rate=1e-2)
+SHARDS = 3
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
+PROMPTS = [[index % 20 + 10, 20, 30 + index % 7] for index in range(140)]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("answers")
+    with tiny_engine(decoder=target(), **SMALL) as engine:
+        seen = []
+        corpus.write_corpus(engine, target(), PROMPTS, folder, length=24, report=seen.append)
+        assert seen == [64, 64, 12]
+        [file] = folder.glob("*-00001.npz")
+        before = file.stat().st_mtime_ns
+        corpus.write_corpus(engine, target(), PROMPTS, folder, length=24)
+        assert file.stat().st_mtime_ns == before, "what is there is not done again"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(answers, tmp_path_factory):
+    return train(target(), answers, SHARDS, OPTIONS, tmp_path_factory.mktemp("trained"))
+
+
+def parameters(head) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(head))]
+
+
+def test_the_corpus_is_what_the_target_says(answers):
+    shards = list(corpus.read_corpus(answers, SHARDS))
+    assert [len(shard.tokens) for shard in shards] == [64, 64, 12]
+    shard, row = shards[1], 4
+    length, start = shard.lengths[row], shard.starts[row]
+    tokens = shard.tokens[row, :length]
+    assert tokens[:start].tolist() == PROMPTS[64 + row]
+    hidden = target()(jnp.asarray(tokens), jnp.arange(length, dtype=jnp.int32))
+    np.testing.assert_allclose(
+        np.asarray(hidden, np.float32), shard.hidden[row, :length].astype(np.float32), atol=0.1, rtol=0.02
+    )
+    greedy = np.asarray(target().logits(hidden)).argmax(-1)[start - 1 : length - 1]
+    assert (greedy == tokens[start:]).mean() > 0.9  # rows of even number are greedy
+
+
+def test_it_learns(trained, answers, tmp_path):
+    assert len(trained.losses) == 5 * 8
+    assert np.mean(trained.losses[-5:]) < 0.7 * trained.losses[0]
+    assert trained.accuracy[-1][0] > trained.accuracy[0][0]
+    plot(trained, tmp_path / "curve.svg")
+    assert "share of drafts that are right" in (tmp_path / "curve.svg").read_text()
+
+
+def test_an_interruption_changes_nothing(trained, answers, tmp_path):
+    for stop in (5, 13, None):
+        again = train(target(), answers, SHARDS, OPTIONS, tmp_path, stop_after=stop)
+    assert again.losses == trained.losses
+    assert again.accuracy == trained.accuracy
+    for one, other in zip(parameters(trained.head), parameters(again.head), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="other options"):
+        train(target(), answers, SHARDS, TrainingOptions(), tmp_path)
+
+
+@pytest.mark.slow
+def test_drafts_of_a_trained_head_are_accepted_more_often(trained, answers, tmp_path):
+    untrained = train(target(), answers, SHARDS, OPTIONS, tmp_path / "untrained", stop_after=1)
+    rates = []
+    for index, head in enumerate((untrained.head, trained.head)):
+        save_head(head, tmp_path / str(index))
+        speculative = {"method": "eagle", "model": str(tmp_path / str(index)), "length_control": "fixed"}
+        speculative |= {"num_speculative_tokens": 3}
+        with tiny_engine(decoder=target(), speculative_config=speculative, **SMALL) as engine:
+            params = SamplingParams(temperature=0, max_tokens=20)
+            run(engine, [(prompt, params) for prompt in PROMPTS[128:]])
+            stats = engine.stats()
+            rates.append(stats["spec_num_accepted_tokens"] / stats["spec_num_drafts"])
+    assert rates[1] > rates[0] + 0.5
+
+
+def test_int8_is_what_is_written(trained, tmp_path):
+    save_head(trained.head, tmp_path)
+    config = read_head(tmp_path, "eagle", target().config)
+    assert config == trained.head.config
+    size = sum(leaf.size for leaf in parameters(trained.head))
+    assert (tmp_path / "model.safetensors").stat().st_size < 1.5 * size
+    for old, new in zip(parameters(trained.head), parameters(load_head(tmp_path, config, np.float32)), strict=True):
+        assert np.abs(old.astype(np.float64) - new).max() <= np.abs(old).max() / 250
+
+
+def test_templates_give_the_same_prompts_for_a_seed():
+    take = lambda seed: [text for text, _ in zip(template_prompts(seed), range(200), strict=False)]
+    assert take(1) == take(1) != take(2)
+    assert len(set(take(0))) > 190
+    assert not any("{" in text or "}" in text for text in take(0))
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, capsys):
+    """What a second call finds there it only reads."""
+    folder, prompts = write_tiny_checkpoint(tmp_path / "model"), tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": "ab" * (index + 1)}) for index in range(8)))
+    command = ["train-draft", *flags(folder)[: 2 * (1 + len(SHAPES))], "--output_dir", str(tmp_path / "out")]
+    command += ["--prompts", str(prompts), "--num_prompts", "8", "--length", "16", "--epochs", "1"]
+    command += ["--draft_vocab", "50"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert main(command) == 0
+    assert capsys.readouterr().out == printed
+    assert read_head(tmp_path / "out" / "head", "eagle", read_config(folder)).draft_vocab == 50
