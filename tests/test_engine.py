@@ -387,6 +387,7 @@ STATS = {
     "prompt_tokens": int,
     "generation_tokens": int,
     "steps": int,
+    "constrained_steps": int,
     "computed_tokens": int,
     "padding_waste": float,
     "kv_waste": float,
