@@ -121,10 +121,10 @@ def test_wrong_data(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": "{{ q }}"}, r"line \d: task choosing: target='number 0': target must be a letter from A to B"),
+        ({"target": "{{ q }}"}, r"line \d: task choosing: target='number \d': target must be a letter from A to B"),
         ({"target": "2"}, r"line \d: task choosing: target='2': target must be a letter from A to B or a number"),
         ({"choices": "option"}, r"line \d: task choosing: choices: 'option' is undefined"),
-        ({"choices": "q"}, r"line \d: task choosing: choices='number 0': choices must be two texts or more"),
+        ({"choices": "q"}, r"line \d: task choosing: choices='number \d': choices must be two texts or more"),
         ({"choices": "options +"}, "job.yaml: line .*: tasks.0..choices: choices: "),
         ({"prompt": "{{ '' }}"}, r"line \d: task choosing: prompt: it is empty"),
         ({"fewshot": {"num": 10}}, "task choosing: fewshot.num=10: there are 10 data lines"),

@@ -351,10 +351,10 @@ def killed_and_continued(model, folder, finished_file, kills, seed):
 
 
 def test_a_killed_job_is_continued(finished, model, tmp_path):
-    counts, _, seen = killed_and_continued(model, tmp_path, finished[1]["adding"], kills=2, seed=0)
+    counts, _, seen = killed_and_continued(model, tmp_path, finished[1]["adding"], kills=1, seed=0)
     assert 1 <= seen[0] < ITEMS  # it was killed in the middle
-    extra = 3  # each process tries the metric on the first item, before it loads the model
-    assert sum(counts) <= ITEMS + 2 + extra  # at most the one between its scoring and its line, for each kill
+    extra = 2  # each process tries the metric on the first item, before it loads the model
+    assert sum(counts) <= ITEMS + 1 + extra  # at most the one between its scoring and its line, for each kill
     assert max(counts[1:]) <= 2
 
 
@@ -371,7 +371,16 @@ def test_ten_kills_change_nothing(finished, model, tmp_path):
 def test_a_larger_file_is_an_option(model, tmp_path, capsys):
     path = write_job(tmp_path, model, {**GENERATE, "data": "none.jsonl"}, models=[{"name": "tiny"}])
     data = tmp_path / "adding.jsonl"
-    options = ["--data", data, "--limit", 2, "--output", tmp_path / "elsewhere", "--engine.max_num_seqs", 4]
+    options = [
+        "--data",
+        data,
+        "--limit",
+        2,
+        "--output",
+        tmp_path / "elsewhere",
+        "--engine.enable_prefix_caching",
+        "false",
+    ]
     status, _, err = run(capsys, "eval", path, *options)
     assert status == 0, err
     assert len(lines_of(tmp_path / "elsewhere" / "tiny" / "adding.jsonl")) == 2

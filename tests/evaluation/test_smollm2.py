@@ -8,6 +8,7 @@ import pytest
 import yaml
 from evaluation_tools import lines_of, run_job
 
+pytestmark = pytest.mark.slow  # 200 continuations in float32
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = ROOT / "configs" / "evaluation"
 GOLDEN = Path(__file__).parent.parent / "goldens" / "smollm2_evaluation.npz"
