@@ -28,9 +28,10 @@ def ends(llm, token_ids):
     llm.engine.model_config = replace(llm.engine.model_config, eos_token_ids=tuple(token_ids))
 
 
-def test_transformers_beams_are_found(llm):
-    cases = [case for case in CASES if case["model"] == llm.name]
-    assert len(cases) > 50
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_transformers_beams_are_found(llm, every):
+    cases = [case for case in CASES if case["model"] == llm.name][::every]
+    assert len(cases) * every > 50
     ended = 0
     for case in cases:
         fields = {key: case[key] for key in ("beam_width", "length_penalty", "max_tokens", "early_stopping")}
@@ -45,7 +46,8 @@ def test_transformers_beams_are_found(llm):
             ended += sequence.finish_reason == "stop"
             stopped = sequence.token_ids[-1] in (case["eos_token_id"] or ())
             assert sequence.finish_reason == ("stop" if stopped else "length")
-    assert ended > 50
+    assert ended > 0
+    assert every > 1 or ended > 10
     assert llm.stats()["prefix_cache_hits"] > 0
     assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_pages
 
