@@ -36,8 +36,9 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.runner import slots
 from jaxserve.runner.compilation import Program
+from jaxserve.runner.head import SCORE_ROWS
 from jaxserve.runner.programs import COPIES, Programs
-from jaxserve.runner.step import SCORE_ROWS, StepDefinition
+from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import ModelDefinition, Weights, flatten
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets

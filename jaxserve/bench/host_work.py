@@ -23,7 +23,7 @@ from jaxserve.bench.workload import Item, fixed, trace
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.weights import random_decoder
 from jaxserve.runner.compilation import Program
-from jaxserve.runner.step import Sampled
+from jaxserve.runner.head import Sampled
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,7 +16,8 @@ from jaxserve.cache.kv_cache import LayerKV
 from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_runs
 from jaxserve.models import rope
 from jaxserve.runner.compilation import Compiler, Program
-from jaxserve.runner.step import StepDefinition, Tokens, layer_step, logits_of
+from jaxserve.runner.head import logits_of
+from jaxserve.runner.step import StepDefinition, Tokens, layer_step
 from jaxserve.runner.weights import Weights
 
 # (backend, dtype) -> fewest rows at which XLA's products keep their bits; JAX versions and largest bucket measured.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVCache
 from jaxserve.config import MAX_DRAFT_TOKENS
-from jaxserve.runner import inputs, slots, step
+from jaxserve.runner import head, inputs, proposals, slots, step
 from jaxserve.runner.compilation import Program
 from jaxserve.runner.slots import Slots
 from jaxserve.runner.step import StepDefinition
@@ -63,7 +63,7 @@ class Programs:
 
     def head(self, rows: int, greedy: bool, masked: bool = False) -> Program:
         packed = jax.ShapeDtypeStruct((3, rows), jnp.int32)
-        function = partial(step.head, self.step, greedy=greedy)
+        function = partial(head.head, self.step, greedy=greedy)
         arguments = self.weights, self.slots, self._hidden(), packed
         if masked:
             words = mask_words(self.step.model.config.vocab_size)
@@ -71,30 +71,30 @@ class Programs:
         return Program(head_name(greedy, masked), rows, function, arguments, donate=(1,))
 
     def read_drafts(self) -> Program:
-        function = partial(step.read_drafts, count=MAX_DRAFT_TOKENS)
+        function = partial(proposals.read_drafts, count=MAX_DRAFT_TOKENS)
         return Program("read_drafts", MAX_DRAFT_TOKENS, function, (self.slots,), donate=())
 
     def propose_ngram(self) -> Program:
         proposer, num_slots = self.step.proposer, self.slots.num_computed.shape[0]
-        function = partial(step.propose_ngram, proposer=proposer)
+        function = partial(proposals.propose_ngram, proposer=proposer)
         wanted = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
         return Program("propose_ngram", proposer.count, function, (self.slots, wanted), donate=(0,))
 
     def propose_by_model(self, rows: int) -> Program:
         packed = jax.ShapeDtypeStruct((inputs.draft_inputs_size(rows, self.step.max_tokens),), jnp.int32)
         arguments = self.weights, self.kv, self.slots, packed
-        function = partial(step.propose_by_model, self.step, rows=rows)
+        function = partial(proposals.propose_by_model, self.step, rows=rows)
         return Program("propose_by_model", rows, function, arguments, donate=(1, 2))
 
     def score(self) -> Program:
-        packed = jax.ShapeDtypeStruct((3, step.SCORE_ROWS), jnp.int32)
+        packed = jax.ShapeDtypeStruct((3, head.SCORE_ROWS), jnp.int32)
         arguments = self.weights, self._hidden(), packed
-        return Program("score", step.SCORE_ROWS, partial(step.score, self.step), arguments, donate=())
+        return Program("score", head.SCORE_ROWS, partial(head.score, self.step), arguments, donate=())
 
     def score_all(self) -> Program:
-        rows = jax.ShapeDtypeStruct((step.SCORE_ROWS,), jnp.int32)
+        rows = jax.ShapeDtypeStruct((head.SCORE_ROWS,), jnp.int32)
         arguments = self.weights, self._hidden(), rows
-        return Program("score_all", step.SCORE_ROWS, partial(step.score_all, self.step), arguments, donate=())
+        return Program("score_all", head.SCORE_ROWS, partial(head.score_all, self.step), arguments, donate=())
 
     def set_tables(self) -> Program:
         packed = jax.ShapeDtypeStruct((packed_tables_size(self.step.model.config.vocab_size),), jnp.int32)

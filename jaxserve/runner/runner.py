@@ -18,8 +18,9 @@ from jaxserve.kernels_pallas.verify_draft import choose_verify
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.draft_head import EagleHead
-from jaxserve.runner import inputs, slots, step
+from jaxserve.runner import head, inputs, slots
 from jaxserve.runner.compilation import Compiler, Program
+from jaxserve.runner.head import Sampled
 from jaxserve.runner.inputs import Runs, ScoreRow
 from jaxserve.runner.programs import COPIES, Programs
 from jaxserve.runner.step import StepDefinition
@@ -42,10 +43,10 @@ class StepResult(NamedTuple):
 
 
 class StepHandle(NamedTuple):
-    """A dispatched step: its arrays are on their way to the host. Scores come in parts of `step.SCORE_ROWS`."""
+    """A dispatched step: its arrays are on their way to the host. Scores come in parts of `head.SCORE_ROWS`."""
 
     finite: jax.Array
-    sampled: step.Sampled | None
+    sampled: Sampled | None
     scores: list[Logprobs]
     whole: list[jax.Array]
 
@@ -263,14 +264,14 @@ class Runner:
         self.kv, self.slots = self.compiler.get(program)(self.weights, self.kv, self.slots, packed)
 
     def _score(self, hidden: jax.Array, scores: Sequence[ScoreRow]) -> list[Logprobs]:
-        size, parts = step.SCORE_ROWS, []
+        size, parts = head.SCORE_ROWS, []
         for first in range(0, len(scores), size):
             packed = inputs.pack_score(scores[first : first + size], size)
             parts.append(self.compiler.get(self.described.score())(self.weights, hidden, packed))
         return parts
 
     def _score_all(self, hidden: jax.Array, rows: Sequence[int]) -> list[jax.Array]:
-        size, parts = step.SCORE_ROWS, []
+        size, parts = head.SCORE_ROWS, []
         for first in range(0, len(rows), size):
             packed = np.zeros(size, np.int32)
             some = rows[first : first + size]

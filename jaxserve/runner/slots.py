@@ -147,7 +147,7 @@ def pack_admission(
         params.frequency_penalty,
     )
     packed[9] = max(params.top_k, 0)
-    packed[10] = -1 if params.logprobs is None else max(params.logprobs, 0)  # the whole vocabulary: `step.score_all`
+    packed[10] = -1 if params.logprobs is None else max(params.logprobs, 0)  # the whole vocabulary: `head.score_all`
     packed[11:13].view(np.uint32)[:] = seed_words(seed)
     packed[13] = num_prompt_tokens
     if tables is not None:

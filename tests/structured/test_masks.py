@@ -68,7 +68,7 @@ LANGUAGES = [
 ]
 
 
-@pytest.mark.parametrize(("form", "words"), LANGUAGES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("form", "words"), LANGUAGES, ids=[str(form)[:40] for form, _ in LANGUAGES])
 def test_against_the_definition(compiler, form, words):
     words = {word.encode() for word in words}
     source = random.Random(0)
