@@ -70,10 +70,11 @@ def test_the_same_as_without(expected, requests, options):
     "backends",
     [
         {"attention_backend": "xla"},  # native products beside it
-        pytest.param({"attention_backend": "xla", "linear_backend": "xla"}, marks=pytest.mark.slow),
+        {"attention_backend": "xla", "linear_backend": "xla"},
     ],
     ids=["attention", "everything"],
 )
+@pytest.mark.slow
 def test_the_same_as_without_through_xla(requests, backends):
     few = {"max_num_batched_tokens": 16, "max_num_seqs": 4, **backends}
     with tiny_engine(**few) as engine:

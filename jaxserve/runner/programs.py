@@ -14,9 +14,9 @@ from jaxserve.runner.compilation import Program
 from jaxserve.runner.slots import Slots
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import Weights
+from jaxserve.sampling.processing import mask_words
 from jaxserve.sampling.tables import packed_tables_size
 from jaxserve.scheduler.buckets import Buckets
-from jaxserve.structured.masks import mask_words
 
 COPIES = 8  # page copies in one call; more take several calls
 

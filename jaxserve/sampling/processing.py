@@ -74,6 +74,12 @@ def set_tables(state: Processing, packed: Int32[Array, " size"]) -> Processing:
     )
 
 
+def mask_words(vocab: int) -> int:
+    """32-bit words of a row's mask: a bit for each token, and one more, by which the host says that the output may
+    end."""
+    return vocab // 32 + 1
+
+
 def process(
     logits: Float32[Array, "rows vocab"],
     state: Processing,

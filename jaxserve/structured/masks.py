@@ -7,12 +7,8 @@ from typing import NamedTuple
 import llguidance
 import numpy as np
 
+from jaxserve.sampling.processing import mask_words
 from jaxserve.structured.compiler import Constraint
-
-
-def mask_words(vocab: int) -> int:
-    """32-bit words of a row: a bit for each token, and one that says whether the output may end."""
-    return vocab // 32 + 1
 
 
 class ConstrainedRow(NamedTuple):

@@ -98,6 +98,7 @@ def test_another_backend_does_not_even_look_for_a_compiler(cache, monkeypatch, c
 
 
 @has_compiler
+@pytest.mark.slow
 def test_the_names_of_functions_change_with_the_source(cache, monkeypatch):
     first = load_native()
     assert isinstance(first, Native)

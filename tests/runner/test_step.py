@@ -11,6 +11,7 @@ from jaxserve.bench.gpu_compile import pool_copies
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout, LayerKV
 from jaxserve.runner import inputs, slots
+from jaxserve.runner.step import extent
 
 NUM_PAGES = 1021  # a prime: no other array has this shape
 
@@ -214,3 +215,9 @@ def test_padding_touches_neither_pages_nor_slots(engine):
     for (path, old), new in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(runner.slots), strict=True):
         expected = old + (np.arange(runner.num_slots) == 3) if "num_computed" in str(path) else old
         np.testing.assert_array_equal(new, expected, err_msg=str(path))
+
+
+@pytest.mark.parametrize(("real", "expected"), [("1101000", 4), ("0000", 0), ("1", 1), ("0001", 4)])
+def test_products_take_all_rows_up_to_the_last_real_one(real, expected):
+    """Drafts that do not exist may stand between rows that do."""
+    assert extent(jnp.array([digit == "1" for digit in real])) == expected

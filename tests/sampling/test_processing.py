@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.runner import slots as slots_module
-from jaxserve.sampling.processing import process
+from jaxserve.sampling.processing import mask_words, process
 from jaxserve.sampling.tables import MAX_BAD_WORD_TOKENS, LogitsTables, build_tables
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured.masks import mask_words
 
 VOCAB, SLOTS, MAX_LEN = 24, 6, 300
 STOPS = {5, 6}

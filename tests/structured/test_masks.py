@@ -12,8 +12,9 @@ import tokenizers
 from checkpoint_tools import byte_backend, byte_tokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxserve.sampling.processing import mask_words
 from jaxserve.structured.compiler import Constraint, GrammarCompiler
-from jaxserve.structured.masks import ConstrainedRow, MaskBuilder, mask_words
+from jaxserve.structured.masks import ConstrainedRow, MaskBuilder
 from jaxserve.structured.params import MAX_LENGTH, StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 
