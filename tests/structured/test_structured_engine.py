@@ -6,8 +6,10 @@ import re
 from dataclasses import replace
 
 import engine_tools
+import numpy as np
 import pytest
 from checkpoint_tools import byte_tokenizer
+from draft_head_tools import tiny_head
 from engine_tools import assert_same, collect, one_branch, requests_for, run, run_alone
 
 from jaxserve import AsyncEngine, SamplingParams, StructuredOutputsParams
@@ -153,6 +155,22 @@ def drafts_of_constrained_requests_are_accepted(engine):
     assert result.outputs[0].text == "ab" * 30
     assert engine.stats()["spec_num_accepted_tokens"] > 30
     assert engine.stats()["steps"] < 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["agreement", "rejection"])
+def test_beside_a_draft_head(requests, expected, acceptance):
+    """With rejection, sampled tokens may be others, but forms hold, and greedy requests are the same."""
+    config = {"method": "eagle", "num_speculative_tokens": 3, "length_control": "fixed", "acceptance": acceptance}
+    head = tiny_head(engine_tools.tiny_decoder(), np.arange(0, VOCAB, 2))
+    with tiny_engine(speculative_config=config, draft_decoder=head) as engine:
+        results = run(engine, requests)
+        assert engine.stats()["spec_num_draft_tokens"] > 0
+        same = [
+            index for index, (_, params) in enumerate(requests) if acceptance == "agreement" or not params.temperature
+        ]
+        assert_same([results[index] for index in same], [expected[index] for index in same])
+        assert check_forms(results, requests) >= 5
 
 
 def test_branches_are_as_alone(engine):
