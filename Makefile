@@ -49,7 +49,7 @@ $(VENV)/installed: pyproject.toml .python-version
 
 $(GPU_VENV)/installed: $(VENV)/installed
 	$(BIN)/python -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m pip install --quiet --editable '.[test,gpu-compile]'
+	$(GPU_VENV)/bin/python -m pip install --quiet --editable '.[test-base,gpu-compile]'
 	@touch $@
 
 clean:
