@@ -81,7 +81,9 @@ def test_a_compiler_that_fails_is_no_obstacle(cache, monkeypatch, caplog):
 
 
 def test_a_compiler_that_builds_something_else_is_no_obstacle(cache, monkeypatch, caplog):
-    monkeypatch.setenv("CXX", compiler(cache, 'echo 1.0; for last; do :; done; echo junk > "$last"'))
+    monkeypatch.setenv(
+        "CXX", compiler(cache, '[ "$1" = --version ] && echo 1.0 && exit; for last; do :; done; echo junk > "$last"')
+    )
     assert_plain_path(caplog, "cannot be loaded")
 
 
