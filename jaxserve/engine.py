@@ -220,8 +220,8 @@ class Engine:
             error = row.constraint.error
             group = self._groups.get(request.request_id)
             if error is not None and group is not None and request in group.branches:
-                request.error = f"{GRAMMAR_GAVE_UP} after {len(request.output_token_ids)} tokens: {error}"
-                self._end(group, "error", request.error)
+                told = f"{GRAMMAR_GAVE_UP} after {len(request.output_token_ids)} tokens: {error}"
+                self._end(group, "error", told)
         return masks
 
     def _admit(self, a: Admission) -> None:

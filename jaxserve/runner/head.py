@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from jaxserve.kernels_pallas.verify_draft import DraftRows, blocks, reached
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs, whole_logprobs
@@ -18,8 +18,7 @@ from jaxserve.runner.slots import Slots
 from jaxserve.runner.step import StepDefinition, extent, real_first
 from jaxserve.runner.weights import Weights
 from jaxserve.sampling.processing import process
-from jaxserve.speculative.acceptance import NO_TOKEN
-from jaxserve.speculative.verification import reported
+from jaxserve.speculative.acceptance import NO_DRAFT, NO_TOKEN, REJECTED
 
 SCORE_ROWS = 64  # rows of logits that scoring holds at once
 
@@ -79,6 +78,17 @@ def head(
     if back is not None:
         sampled = jax.tree.map(lambda values: values[back], sampled)
     return slots._replace(history=history, num_computed=num_computed), sampled
+
+
+def reported(
+    sampled: Int32[Array, " rows"],
+    alive: Bool[Array, " rows"],
+    real: Bool[Array, " rows"],
+    counts: Bool[Array, " rows"],
+) -> Int32[Array, " rows"]:
+    """What the host reads for each row: a token, or why there is none."""
+    token = jnp.where(alive, sampled, jnp.int32(NO_TOKEN))
+    return jnp.where(counts, token, jnp.where(real, jnp.int32(REJECTED), jnp.int32(NO_DRAFT)))
 
 
 def _sample(

@@ -1,10 +1,10 @@
-"""What the host is told of the rows of a step."""
+"""What the host is told of the rows of a head."""
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.runner.head import reported
 from jaxserve.speculative.acceptance import NO_DRAFT, NO_TOKEN, REJECTED
-from jaxserve.speculative.verification import reported
 
 
 def test_every_row_is_a_token_or_says_why_there_is_none():
