@@ -42,7 +42,7 @@ class BeamSearchParams:
         require(is_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         require(is_number(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")
-        known = self.early_stopping in (True, False, "never")
+        known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         require(known, "early_stopping", self.early_stopping, "True, False or 'never'")
 
 

@@ -28,8 +28,8 @@ def cache_folder() -> Path:
 @no_type_check  # it checks itself: the tests' type checker would come first with another error
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How draft tokens are proposed and how many are verified in a step. The output does not depend on it, nor with
-    `acceptance="rejection"` does its distribution.
+    """How draft tokens are proposed and how many are verified in a step. The output does not depend on it; with
+    `acceptance="rejection"` only its distribution does not.
 
     Attributes:
         method: `ngram` proposes what followed the last tokens when they last occurred (prompt lookup); `draft_model`

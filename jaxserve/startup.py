@@ -29,6 +29,7 @@ from jaxserve.models.weights import decoder_leaves
 from jaxserve.progress import CompileProgress
 from jaxserve.runner import determinism
 from jaxserve.runner.runner import Runner
+from jaxserve.runner.slots import KEPT_STATES
 from jaxserve.sampling.processing import bytes_per_slot
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import ROW_MULTIPLE, Buckets
@@ -277,11 +278,16 @@ def _given_draft(decoder: Decoder | EagleHead, method: str, model: Model) -> Mod
 
 
 def _draft_products(draft: Model | None) -> dict[str, tuple[int, int]]:
-    return {} if draft is None else {f"the draft model's {name}": size for name, size in draft.config.products.items()}
+    if draft is None:
+        return {}
+    return {f"the draft's {name}": size for name, size in (draft.head or draft.config).products.items()}
 
 
 def _check_draft(draft: Model, model: Model, max_len: int) -> None:
     """ValueError unless a draft model's tokens are the model's and its context is long enough."""
+    if draft.head is not None and draft.head.target_hidden != model.config.hidden_size:
+        width = draft.head.target_hidden
+        raise ValueError(f"draft_decoder: it is a head for hidden_size={width}, not {model.config.hidden_size}")
     own, other = model.config.vocab_size, draft.config.vocab_size
     if own != other:
         raise ValueError(f"speculative_config.model: its vocab_size={other} must be the model's {own}")
@@ -356,6 +362,8 @@ def _plan_memory(config: EngineConfig, model: Model, draft: Model | None, layout
     widest = 4 * (model.config.hidden_size + 2 * model.config.intermediate_size)
     workspace = 4 * sampled * model.config.vocab_size * 3 + 4 * tokens * widest
     workspace += rows * (bytes_per_slot(model.config.vocab_size) + _draft_logits_bytes(config, model))
+    if draft is not None and draft.head is not None:
+        workspace += rows * KEPT_STATES * draft.config.hidden_size * itemsize
     device = jax.local_devices()[0]
     return plan_memory(
         layout,

@@ -49,6 +49,14 @@ class HeadConfig:
     own_embed: bool = False
     own_head: bool = False
 
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of every matrix that states are multiplied by."""
+        hidden, third, found = self.layer.hidden_size, self.method == "eagle3", self.layer.products
+        inner = self.target_hidden * len(self.aux_layers) if third else 2 * hidden
+        qkv = (2 * hidden if third else hidden, found["qkv"][1])
+        return found | {"fc": (inner, hidden), "qkv": qkv, "head": (hidden, self.draft_vocab or self.layer.vocab_size)}
+
 
 class TokenIds(nnx.Variable):
     """The target's ids of the tokens that a head knows."""

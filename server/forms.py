@@ -1,6 +1,5 @@
 """The forms of an answer that a client may ask for: `response_format`, `tools` and `tool_choice`. Knows no HTTP."""
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -8,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.tool_calls import Tool, ToolCallReader, ToolFormat
-from jaxserve.structured.grammars import inline_json
+from jaxserve.structured.grammars import inline_json, schema_of
 from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.validation import require
 
@@ -96,14 +95,11 @@ class ToolCalling:
     def __init__(
         self, tool_format: ToolFormat, tools: list[ToolDefinition], choice: ToolChoice | None, *, parallel: bool
     ):
-        self._format, self._parallel = tool_format, parallel
-        functions = [tool.function for tool in tools]
-        if isinstance(choice, NamedTool):
-            functions = [function for function in functions if function.name == choice.function.name]
-        self._tools = [Tool(function.name, function.parameters or {"type": "object"}) for function in functions]
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        self._format, self._parallel = tool_format, parallel and named is None
+        functions = [tool.function for tool in tools if named in (None, tool.function.name)]
+        self._tools = [Tool(each.name, {"type": "object", **(each.parameters or {})}) for each in functions]
         self._forced = choice not in (None, "auto")
-        if isinstance(choice, NamedTool):
-            self._parallel = False
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """The parameters under which the answer is what it may be: calls if they are required, else also text."""
@@ -114,12 +110,11 @@ class ToolCalling:
             return params
         other = ""
         if not self._forced:
-            schema = '{"type": "object"}' if form.json_object else form.json
-            if schema is None:
+            if form.json is None and not form.json_object:
                 raise ValueError(
                     "tools: they must be left out beside a form other than JSON, unless a call is required"
                 )
-            other = " | " + inline_json(json.loads(schema), form)
+            other = " | " + inline_json(schema_of(form), form)
         rules = self._format.grammar(self._tools, parallel=self._parallel)
         return replace(params, structured_outputs=StructuredOutputsParams(grammar=f"start: calls{other}\n{rules}"))
 

@@ -111,7 +111,9 @@ class Generation:
         names = {"request_id": self._call.request_id, "model": self._model}
         is_chat, tools = isinstance(request, ChatCompletionRequest), None
         form = "response_format" if request.response_format is not None else None
-        with refusals(form=form or ("tools" if is_chat and request.tools else None)):
+        if is_chat and form is None and request.structured_outputs is None and request.may_call:
+            form = "tools"
+        with refusals(form=form):
             if is_chat and (tools := service.tool_calling(request)) is not None:
                 self._params = tools.params(self._params)
             prompts = service.checked_prompts(request, self._params)

@@ -158,7 +158,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = Field(None, description="'auto' unless null; 'required' and a name are enforced.")
+    tool_choice: ToolChoice | None = Field(None, description="Null is 'auto'. 'required' and a name are enforced.")
     include_reasoning: bool | None = Field(None, description="False leaves out what the model thought.")
     functions: Any = Field(None, description="Not supported.")
     function_call: Any = Field(None, description="Not supported, unless it is 'none' or 'auto'.")

@@ -37,10 +37,9 @@ class TextFormat(BaseModel):
     strict: bool | None = None
 
     def response_format(self) -> ResponseFormat:
-        schema = None
-        if self.type == "json_schema":
-            schema = JsonSchema(name=self.name, schema=self.schema_)
-        return ResponseFormat(type=self.type, json_schema=schema)
+        schema = JsonSchema(name=self.name, schema=self.schema_)
+        given = self.type == "json_schema" or schema != JsonSchema()
+        return ResponseFormat(type=self.type, json_schema=schema if given else None)
 
 
 class TextOptions(BaseModel):

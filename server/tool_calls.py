@@ -96,7 +96,7 @@ class ToolFormat(ABC):
 
     def _read_object(self, value: Any, names: Collection[str]) -> tuple[str, str] | None:
         """Name and arguments of a call, or None if it is none."""
-        if not isinstance(value, dict) or value.get("name") not in names:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
             return None
         given = [value[key] for key in ("arguments", "parameters") if key in value]
         arguments = given[0] if given else {}

@@ -87,7 +87,7 @@ def test_it_learns(trained, answers, tmp_path):
 
 
 def test_an_interruption_changes_nothing(trained, answers, tmp_path):
-    for stop in (5, 13, None):
+    for stop in (5, 8, 13, None):
         again = train(target(), answers, SHARDS, OPTIONS, tmp_path, stop_after=stop)
     assert again.losses == trained.losses
     assert again.accuracy == trained.accuracy

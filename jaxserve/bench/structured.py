@@ -1,8 +1,7 @@
 """What masks cost: throughput with structured output against without. `python -m jaxserve.bench.structured [MODEL]`
 
-The same prompts and lengths, sampled at temperature 1: free, under a schema whose outputs never end before their
-length (so that both make the same number of tokens), and with half of the requests under it. `--json` prints figures
-for programs.
+The same prompts and lengths, sampled at temperature 1: free, and under a schema whose outputs never end before their
+length (so that both make the same number of tokens). `--json` prints figures for programs.
 """
 
 import argparse

@@ -45,9 +45,9 @@ def read_head(folder: Path, method: str, target: ModelConfig) -> HeadConfig:
         if values.get(name):
             raise UnsupportedModelError(f"{folder}: config.json: {name}=true is not supported")
     width = layer.hidden_size
-    shared = "embed_tokens.weight" not in tensors
+    shared = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in tensors]
     if width != target.hidden_size and (shared or not third):
-        rule = f"the target's {target.hidden_size}" + (" without embed_tokens.weight" if third else "")
+        rule = f"the target's {target.hidden_size}" + (f" without {' and '.join(shared)}" if third else "")
         raise CheckpointError(f"{folder}: config.json: hidden_size={width}, but it must be {rule}")
     known = len(tensors["d2t"]) if "d2t" in tensors else None
     config = HeadConfig(
@@ -57,8 +57,8 @@ def read_head(folder: Path, method: str, target: ModelConfig) -> HeadConfig:
         aux_layers=_aux_layers(values, target.num_layers) if third else (),
         draft_vocab=known,
         fc_bias="fc.bias" in tensors and not third,
-        own_embed=not shared,
-        own_head="lm_head.weight" in tensors,
+        own_embed="embed_tokens.weight" not in shared,
+        own_head="lm_head.weight" not in shared,
     )
     _check(folder, config, tensors)
     return config

@@ -44,20 +44,31 @@ def write_corpus(
     """Let the engine answer the prompts and keep what the decoder, the same model, computes along them.
 
     A sequence is cut to `length` tokens; a prompt longer than half of that loses its beginning. Half of the answers
-    are greedy, half sampled. Shards that are there are left as they are. `report` hears of sequences done.
+    are greedy, half sampled. Shards that are there are left as they are; ValueError for one of other prompts or
+    another length. `report` hears of sequences done.
     """
     folder.mkdir(parents=True, exist_ok=True)
     compute = nnx.jit(nnx.vmap(_hidden, in_axes=(None, 0)))
     for first in range(0, len(prompts), SHARD):
         some = [prompt[-(length // 2) :] for prompt in prompts[first : first + SHARD]]
         file = folder / f"shard-{first // SHARD:05d}.npz"
-        if not file.exists():
+        if file.exists():
+            _check_shard(file, some, length)
+        else:
             answers = _answers(engine, some, first, length, seed)
             scratch = file.with_suffix(".part")
             with scratch.open("wb") as out:
                 np.savez(out, **_shard(compute, decoder, some, answers, length))
             scratch.rename(file)
         report(len(some))
+
+
+def _check_shard(file: Path, prompts: Sequence[list[int]], length: int) -> None:
+    with np.load(file) as stored:
+        tokens = stored["tokens"]
+    same = tokens.shape == (len(prompts), length)
+    if not same or any(row[: len(p)].tolist() != p for row, p in zip(tokens, prompts, strict=True)):
+        raise ValueError(f"{file}: it answers other prompts or has another length: name another folder")
 
 
 def read_corpus(folder: Path, num_shards: int) -> Iterator[Shard]:

@@ -93,11 +93,12 @@ def train(
     trained_on = sizes[:-1] or sizes
     per_epoch = sum(-(-size // options.batch_size) for size in trained_on)
     steps = per_epoch * options.epochs
+    about = {**asdict(options), "steps": steps}  # with the corpus' size: another one has other batches
     state = State(params, _optimizer(options, steps).init(params))
-    state, losses, accuracy = _restore(folder, options, state)
+    state, losses, accuracy = _restore(folder, about, state)
     report(len(losses), of=steps)
     weights = _target_weights(target, head)
-    for epoch in range(len(losses) // per_epoch, options.epochs):
+    for epoch in range(len(accuracy), options.epochs):
         batches = _batches(corpus, len(trained_on), options, epoch)
         for index, batch in enumerate(batches, epoch * per_epoch):
             if index < len(losses):
@@ -106,14 +107,13 @@ def train(
             losses.append(float(loss))
             report(1, of=steps, loss=losses[-1])
             if len(losses) % SAVE_EVERY == 0:
-                _save(folder, options, state, losses, accuracy)
+                _save(folder, about, state, losses, accuracy)
             if len(losses) == stop_after:
-                _save(folder, options, state, losses, accuracy)
+                _save(folder, about, state, losses, accuracy)
                 return Trained(nnx.merge(graph, state.params, rest), losses, accuracy)
-        if len(accuracy) <= epoch:
-            measure = partial(_correct, graph, state.params, rest, weights)
-            accuracy.append(_accuracy(measure, corpus, len(sizes) - 1, options))
-        _save(folder, options, state, losses, accuracy)
+        measure = partial(_correct, graph, state.params, rest, weights)
+        accuracy.append(_accuracy(measure, corpus, len(sizes) - 1, options))
+        _save(folder, about, state, losses, accuracy)
     return Trained(nnx.merge(graph, state.params, rest), losses, accuracy)
 
 
@@ -303,25 +303,26 @@ def _parts(shard: Shard, order: np.ndarray, options: TrainingOptions) -> Iterato
         yield Shard(*(np.concatenate([values, np.zeros((fill, *values.shape[1:]), values.dtype)]) for values in part))
 
 
-def _save(folder: Path, options: TrainingOptions, state: State, losses: list[float], accuracy: list) -> None:
+def _save(folder: Path, run: dict[str, Any], state: State, losses: list[float], accuracy: list) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / "state.part"
-    about = json.dumps({"options": asdict(options), "losses": losses, "accuracy": accuracy})
+    about = json.dumps({"run": run, "losses": losses, "accuracy": accuracy})
     with scratch.open("wb") as out:
         leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(state))}
         np.savez(out, about=np.array(about), **leaves)
     scratch.rename(folder / "state.npz")
 
 
-def _restore(folder: Path, options: TrainingOptions, state: State) -> tuple[State, list[float], list[list[float]]]:
-    """What an earlier run left; ValueError if it had other options."""
+def _restore(folder: Path, run: dict[str, Any], state: State) -> tuple[State, list[float], list[list[float]]]:
+    """What an earlier run left; ValueError if it had other options or another corpus."""
     file = folder / "state.npz"
     if not file.exists():
         return state, [], []
     with np.load(file) as stored:
         about = json.loads(str(stored["about"]))
-        if about["options"] != asdict(options):
-            raise ValueError(f"{file}: it holds a run with other options ({about['options']}): name another folder")
+        if about.get("run") != run:
+            held = about.get("run")
+            raise ValueError(f"{file}: it holds a run with other options or of another corpus: {held}")
         leaves, structure = jax.tree.flatten(state)
         leaves = [jnp.asarray(stored[str(index)]) for index in range(len(leaves))]
     return jax.tree.unflatten(structure, leaves), about["losses"], about["accuracy"]

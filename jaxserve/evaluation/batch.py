@@ -184,7 +184,7 @@ class BatchEngine:
             params = replace(params, seed=int(line.digest[:15], 16))
         if isinstance(request, ChatCompletionRequest):
             build, prompts = ChatBuilder, [self._template.prompt(request.messages, **request.rendering())]
-            tools = tool_calling(request, self._template, self._engine.tokenizer)
+            tools = tool_calling(request, self._template, self._engine.tokenizer, request.chat_template)
             if tools is not None:
                 build, params = partial(ChatBuilder, reader=partial(_reader, tools)), tools.params(params)
         else:
@@ -234,11 +234,9 @@ def run_batch(
     cannot be used, before a model is loaded.
     """
     lines, path = read_batch(Path(input_file), model_name), Path(output_file)
-    require(Path(input_file).absolute() != path.absolute(), "output", str(path), "another file than the input")
-    if overwrite:
-        path.unlink(missing_ok=True)
+    require(Path(input_file).resolve() != path.resolve(), "output", str(path), "another file than the input")
     numbers = {line.id: number for number, line in enumerate(lines)}
-    file = ResultsFile(path, len(lines), lambda values: _number(values, numbers))
+    file = ResultsFile(path, len(lines), lambda values: _number(values, numbers), overwrite=overwrite)
     try:
         missing = file.missing
         with item_bar(len(lines), len(lines) - len(missing), use_tqdm) as bar:

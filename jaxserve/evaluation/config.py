@@ -140,6 +140,9 @@ class TaskConfig:
         for name in ("window", "stride", "limit"):
             value = getattr(self, name)
             require(value is None or (is_integer(value) and value >= 1), name, value, "an integer of at least 1")
+        if self.window is not None:
+            valid = 1 <= (self.stride or self.window // 2) < self.window
+            require(valid, "stride", self.stride, f"from 1 to window - 1, and window is {self.window}")
         self._check_kind()
         for name in ("prompt", "target", "system"):
             if getattr(self, name) is not None:

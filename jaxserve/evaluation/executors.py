@@ -10,7 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.evaluation.extras import optional
 from jaxserve.evaluation.work import Result, Work
 
-MAX_LOSSES = 8  # actors that may be lost, one after the other, before the job gives up
+MAX_LOSSES = 8  # actors that may be lost, in all, before a model's run gives up
 
 
 class Executor(ABC):

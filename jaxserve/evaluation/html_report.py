@@ -121,12 +121,12 @@ def _histogram(run: Run) -> str:
 
 
 def _main_score(line: dict[str, Any]) -> float | None:
-    """1 for right and 0 for wrong by the first metric; None where that is no such score."""
+    """1 for right and 0 for wrong by the first metric that goes from 0 to 1; None where there is none."""
     if "error" in line:
         return 0.0
     if "prediction" not in line:
         return None
-    return next(iter(line["scores"].values()))
+    return next((value for name, value in line["scores"].items() if name not in ("bleu", "macro_f1")), None)
 
 
 def _state(score: float | None) -> str:

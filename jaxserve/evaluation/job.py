@@ -35,10 +35,8 @@ class Job:
 
     def _open(self, model: ModelEntry, task: Task, overwrite: bool) -> ResultsFile:
         key, path = (model.name, task.config.name), self.results_path(model.name, task.config.name)
-        if overwrite:
-            path.unlink(missing_ok=True)
         self._identities[key] = identities = [task.identity(item, model.engine) for item in task.items]
-        self._files[key] = ResultsFile(path, len(identities), item_by_identity(identities))
+        self._files[key] = ResultsFile(path, len(identities), item_by_identity(identities), overwrite=overwrite)
         return self._files[key]
 
     def results_path(self, model: str, task: str) -> Path:

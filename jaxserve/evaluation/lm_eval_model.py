@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 
-# What the harness says in its own words, or what has no meaning here: the engine batches by itself.
+# The harness's names for the most new tokens; the first that is given counts.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 

@@ -28,7 +28,7 @@ class Answered:
     values: the data line.
     best: `multiple_choice` and `classification`: the index of the best answer by "sum", "per_byte", "per_token".
     right: the index of the right answer.
-    logprob, tokens, words, bytes: `perplexity`: of the whole text, natural logarithm.
+    logprob, tokens: `perplexity`: of all tokens but the first, natural logarithm; words, bytes: of the whole text.
     """
 
     prediction: str | None = None
@@ -60,7 +60,7 @@ def mean_of(sums: np.ndarray) -> np.ndarray:
 
 def normalised(text: str) -> str:
     """As SQuAD compares answers: lower case, without punctuation, articles and repeated white space."""
-    text = "".join(" " if c in string.punctuation else c for c in text.lower())
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
@@ -77,7 +77,7 @@ _TEXT_SCORES: dict[str, Callable[[str, str], float]] = {
     "accuracy": lambda prediction, target: prediction.strip() == target.strip(),
     "exact_match": lambda prediction, target: normalised(prediction) == normalised(target),
     "f1": f1_of_words,
-    "contains": lambda prediction, target: normalised(target) in normalised(prediction),
+    "contains": lambda prediction, target: normalised(target) != "" and normalised(target) in normalised(prediction),
 }
 
 

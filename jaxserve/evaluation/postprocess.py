@@ -20,7 +20,8 @@ class Postprocess:
     kind: `regex` takes what `pattern`'s first group (or all of it) matches; `number` a number, written plainly
         ("$1,200.50" becomes "1200.5"); `choice` a letter among `letters` that stands alone; `json` the value at
         `path` of the first JSON object in the text; `none` the text without white space around it.
-    take: the `first` or the `last` match; numbers and letters are taken from the end unless it says otherwise.
+    take: the `first` or the `last` match; None takes the last number, the last letter after "answer", and else the
+        first.
     """
 
     kind: str = "none"
@@ -33,6 +34,8 @@ class Postprocess:
         require(self.kind in KINDS, "postprocess", self.kind, f"one of {', '.join(KINDS)}")
         require(self.take in (None, *TAKES), "postprocess.take", self.take, "first or last")
         if self.kind == "regex":
+            valid = isinstance(self.pattern, str) and self.pattern != ""
+            require(valid, "postprocess.regex", self.pattern, "a pattern")
             try:
                 re.compile(self.pattern)
             except re.error as error:
@@ -103,7 +106,7 @@ def _json_value(text: str, path: str) -> str | None:
     for start in (place for place, character in enumerate(text) if character in "{["):
         try:
             value, _ = decoder.raw_decode(text, start)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         for part in path.split(".") if path else ():
             if isinstance(value, list) and part.isdigit() and int(part) < len(value):

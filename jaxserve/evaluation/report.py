@@ -135,7 +135,7 @@ def _runs_below(path: Path) -> dict[str, Run]:
     several = len({file.parent for file in files}) > 1
     found = {}
     for file in files:
-        name = f"{file.parent.name}/{file.stem}" if several else file.stem
+        name = file.relative_to(path).with_suffix("").as_posix() if several else file.stem
         found[name] = Run(name, file.parent.name, read_results(file), str(file))
     return found
 

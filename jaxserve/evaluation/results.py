@@ -21,10 +21,11 @@ class ResultsFile:
     """Appends to one file, for one process at a time.
 
     `count` items have a line each; `item_of` gives the number of a line's item and raises ValueError for a line that
-    is not of this job, which the constructor reports with file and line. Lines that are there are in `lines`, by item.
+    is not of this job, which the constructor reports with file and line. Lines that are there are in `lines`, by item;
+    `overwrite` drops them.
     """
 
-    def __init__(self, path: Path, count: int, item_of: Callable[[dict[str, Any]], int]):
+    def __init__(self, path: Path, count: int, item_of: Callable[[dict[str, Any]], int], *, overwrite: bool = False):
         self.path, self._count, self._item_of = path, count, item_of
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab+")
@@ -33,6 +34,8 @@ class ResultsFile:
         self.lines: dict[int, dict[str, Any]] = {}
         try:
             self._lock()
+            if overwrite:
+                self._file.truncate(0)
             self._read()
         except BaseException:
             self._file.close()

@@ -169,6 +169,9 @@ class Task:
         config = self.config
         asked = {name: value for name, value in asdict(config).items() if name in _ASKED}
         computed = {name: str(value) for name, value in vars(engine).items() if name not in _RUNNING}
+        drafts = engine.speculative_config
+        if drafts is not None and drafts.acceptance == "rejection":  # other tokens, of the same distribution
+            computed["speculative_config"] = str(drafts)
         settings = [asked, computed, self._seed if self._params is not None else None, item.target, item.answers]
         return {"item": item.index, "prompt_sha256": _digest(item.prompt), "settings": _digest(settings)[:16]}
 

@@ -17,7 +17,8 @@ from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_CACHED = 128
-# Seconds and bytes of one compilation and one mask: work beyond these ends the request, not the engine.
+# Steps of the lexer, items and states of one compilation and one mask: work beyond these ends the request, not the
+# engine.
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,

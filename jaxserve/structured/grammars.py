@@ -17,7 +17,7 @@ ANY_OBJECT = {"type": "object"}
 def grammar_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     """The grammar in one of llguidance's formats. `special_tokens` are those that no text can spell, by their names."""
     if params.json is not None or params.json_object:
-        return json_grammar(_schema(params), params)
+        return json_grammar(schema_of(params), params)
     if params.regex is not None:
         return llguidance.LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:
@@ -66,7 +66,8 @@ def marker(text: str, special_tokens: Mapping[str, int]) -> str:
     return f"<[{special_tokens[text]}]>" if text in special_tokens else text_literal(text)
 
 
-def _schema(params: StructuredOutputsParams) -> dict:
+def schema_of(params: StructuredOutputsParams) -> dict:
+    """The JSON schema that is asked for."""
     return ANY_OBJECT if params.json is None else _parsed(params.json, "structured_outputs.json")
 
 
