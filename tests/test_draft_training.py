@@ -51,6 +51,9 @@ def answers(tmp_path_factory):
         before = file.stat().st_mtime_ns
         corpus.write_corpus(engine, target(), PROMPTS, folder, length=24)
         assert file.stat().st_mtime_ns == before, "what is there is not done again"
+        for others, length in (([[1, 2, 3]] * 140, 24), (PROMPTS, 25), (PROMPTS[:64] + PROMPTS[:64], 24)):
+            with pytest.raises(ValueError, match="other prompts or has another length"):
+                corpus.write_corpus(engine, target(), others, folder, length=length)
     return folder
 
 

@@ -9,8 +9,8 @@ from jaxserve.evaluation.results import ResultsFile, item_by_identity, read_resu
 IDENTITIES = [{"item": n, "prompt_sha256": f"p{n}", "settings": "s"} for n in range(4)]
 
 
-def opened(path):
-    return ResultsFile(path, 4, item_by_identity(IDENTITIES))
+def opened(path, **options):
+    return ResultsFile(path, 4, item_by_identity(IDENTITIES), **options)
 
 
 def line(n):
@@ -94,8 +94,14 @@ def test_one_writer_at_a_time(path):
     file = opened(path)
     with pytest.raises(ValueError, match="another process is writing it"):
         opened(path)
+    with pytest.raises(ValueError, match="another process is writing it"):
+        opened(path, overwrite=True)
+    file.append(0, IDENTITIES[0])
     file.close()
     opened(path).close()
+    assert path.read_text() != ""
+    opened(path, overwrite=True).close()
+    assert path.read_text() == ""
 
 
 def test_half_a_surrogate_pair_in_the_data_does_not_break_the_file(path):

@@ -54,6 +54,15 @@ def test_a_run_does_not_differ_from_itself():
     assert (found.value, found.low, found.high, found.p_value, found.num_different) == (0, 0, 0, 1, 0)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_large_perplexities_are_tested_as_small_ones(seed):
+    """Where A is better everywhere only it and its mirror image part the runs as much, whatever rounding does."""
+    random = np.random.default_rng(seed)
+    better = np.stack([-8 * random.uniform(50, 60, 7), random.uniform(50, 60, 7).round()], -1)
+    worse = better - np.stack([random.uniform(0.1, 9, 7), np.zeros(7)], -1)
+    assert paired(better, worse, total_of("perplexity"), samples=10, seed=0).p_value == 2 / 2**7
+
+
 def test_perplexity_is_that_of_all_items_together():
     better = np.stack([np.full(12, -10.0), np.full(12, 5)], -1)
     found = paired(better - [0.5, 0], better, total_of("perplexity"), samples=100, seed=0)

@@ -34,7 +34,9 @@ def value(name, answered, kind="generate", labels=None):
         ("exact_match", "The  Eiffel tower!", "eiffel tower", 1),
         ("exact_match", "eiffel towers", "eiffel tower", 0),
         ("contains", "I would say it is Paris, France.", "paris", 1),
+        ("exact_match", "1,200 in the U.S.", "1200 in US", 1),
         ("contains", "Rome", "Paris", 0),
+        ("contains", "Rome", "A", 0),  # an article: nothing is left of it
         ("f1", "the red big car", "a big car", 2 * (2 / 3) * 1 / (2 / 3 + 1)),
         ("f1", "", "a word", 0),
         ("f1", "same same", "same", 2 * 0.5 / 1.5),

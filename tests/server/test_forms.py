@@ -186,3 +186,19 @@ def test_thoughts_are_apart():
         message = server.post("/v1/chat/completions", {**body, **form}).json()["choices"][0]["message"]
         assert message["content"] in ("yes", "no")
         server.idle()
+
+
+@pytest.mark.parametrize("schema", ["nope", "[1]", "[" * 50_000], ids=["no JSON", "a list", "deep"])
+def test_a_form_beside_tools_is_checked_like_any_other(client, schema):
+    with pytest.raises(openai.BadRequestError, match=r"structured_outputs\.json"):
+        client.chat.completions.create(**asked(), tools=TOOLS, extra_body={"structured_outputs": {"json": schema}})
+
+
+def test_parameters_without_a_type_are_objects(client):
+    loose = {"name": "paint", "parameters": {"properties": {"n": {"enum": [1, 2]}}, "additionalProperties": False}}
+    tools = [{"type": "function", "function": loose}]
+    for seed in range(3):
+        [got] = client.chat.completions.create(**asked(seed), tools=tools, tool_choice="required").choices
+        if got.finish_reason != "length":
+            assert got.finish_reason == "tool_calls"
+            assert all(isinstance(json.loads(c.function.arguments), dict) for c in got.message.tool_calls)
