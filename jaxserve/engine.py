@@ -202,7 +202,7 @@ class Engine:
         _, slots, _, counts, samples, drafts, latest = zip(*plan.entries, strict=True)
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
         self._metrics.step(plan.num_tokens)
-        runs = Runs.of_columns((slots, latest, counts, samples, drafts))
+        runs = Runs.of_columns(slots, latest, counts, samples, drafts)
         kind = {"greedy": plan.only_greedy, "masked": plan.constrained}
         return Begun(plan, wanted_rows(plan), self.runner.compute(runs, plan.new_pages, **kind), perf_counter())
 

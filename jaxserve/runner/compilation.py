@@ -71,6 +71,10 @@ class Compiler:
             self._build_all(missing)
         return [self.get(program) for program in programs]
 
+    def has(self, program: Program) -> bool:
+        """Whether a program runs at once."""
+        return program.key in self._executables
+
     def executables(self) -> dict[tuple[str, int], jax.stages.Compiled]:
         return dict(self._executables)
 

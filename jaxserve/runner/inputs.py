@@ -17,32 +17,43 @@ from jaxserve.kernels_pallas.paged_attention.work_list import WorkFormat
 class Runs(NamedTuple):
     """The scheduled requests as the device sees them, int32 columns [runs]: `counts` tokens of a slot from position
     `starts` on (at the latest, while drafts are verified: the device knows); `samples` is 1 where the last of them
-    yields a token, and so does each of the `drafts` behind it."""
+    yields a token, and so does each of the `drafts` behind it.
+
+    In all: `num_rows` of the body, `num_sampled` rows of the head, `num_drafting` runs with drafts.
+    """
 
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     samples: np.ndarray
     drafts: np.ndarray
+    num_rows: int
+    num_sampled: int
+    num_drafting: int
 
     @classmethod
     def of(cls, runs: Iterable[tuple]) -> "Runs":
         """From (slot, start, count, sample) of each run, at least one, or with the number of drafts behind them."""
-        return cls.of_columns(zip(*((*run, 0) if len(run) < 5 else run for run in runs), strict=True))
+        return cls.of_columns(*zip(*((*run, 0) if len(run) < 5 else run for run in runs), strict=True))
 
     @classmethod
-    def of_columns(cls, columns: Iterable[Sequence[int]]) -> "Runs":
-        return cls(*(np.array(column, np.int32) for column in columns))
+    def of_columns(
+        cls,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        samples: Sequence[int],
+        drafts: Sequence[int],
+    ) -> "Runs":
+        columns = np.array((slots, starts, counts, samples, drafts), np.int32)
+        num_drafts = sum(drafts)
+        num_drafting = len(drafts) - drafts.count(0) if num_drafts else 0
+        return cls(*columns, sum(counts) + num_drafts, sum(samples) + num_drafts, num_drafting)
 
     @property
-    def num_rows(self) -> int:
-        """Query rows of the body."""
-        return int(self.counts.sum() + self.drafts.sum())
-
-    @property
-    def num_sampled(self) -> int:
-        """Rows of the head."""
-        return int(self.samples.sum() + self.drafts.sum())
+    def only_decodes(self) -> bool:
+        """Whether each run is one row of the body and of the head."""
+        return self.num_rows == self.num_sampled == len(self.slots) and not self.num_drafting
 
 
 class ScoreRow(NamedTuple):
@@ -82,14 +93,15 @@ def pack_body(
     slot, offset, draft = columns[:3]
     slot.fill(num_slots)
     _fill_new_pages(columns[3:], new_pages, num_slots)
-    slots, starts, certain, _, drafts = runs
-    counts = certain + drafts
-    ends = counts.cumsum(dtype=np.int32)
-    firsts = ends - counts
-    used = int(ends[-1])
-    slot[:used] = slots.repeat(counts)
-    offset[:used] = np.arange(used, dtype=np.int32) - firsts.repeat(counts)
-    if used > len(counts):
+    slots, starts, certain, _, drafts, used, *_ = runs
+    if runs.only_decodes:
+        counts, firsts = certain, np.arange(used, dtype=np.int32)
+        slot[:used] = slots
+    else:
+        counts = certain + drafts
+        firsts = counts.cumsum(dtype=np.int32) - counts
+        slot[:used] = slots.repeat(counts)
+        offset[:used] = np.arange(used, dtype=np.int32) - firsts.repeat(counts)
         draft[:used] = np.maximum(offset[:used] - (certain - 1).repeat(counts), 0)
     packed[6 * tokens :] = work.pack(firsts, starts, counts, tokens)
     return packed
@@ -109,15 +121,17 @@ def pack_head(runs: Runs, rows: int, num_slots: int) -> np.ndarray:
     """
     packed = np.zeros((3, rows), np.int32)
     packed[1].fill(num_slots)
-    slots, _, counts, samples, drafts = runs
+    slots, _, counts, samples, drafts, _, used, num_drafting = runs
+    if runs.only_decodes:
+        packed[0, :used], packed[1, :used] = np.arange(used), slots
+        return packed
     lengths = samples + drafts
-    ends = lengths.cumsum(dtype=np.int32)
-    used = int(ends[-1])
     packed[1, :used] = slots.repeat(lengths)
-    if used == samples.sum():
+    if not num_drafting:
         packed[0, :used] = counts.cumsum(dtype=np.int32)[samples.nonzero()[0]] - 1
     else:
-        packed[2, :used] = np.arange(used, dtype=np.int32) - (ends - lengths).repeat(lengths)
+        firsts = lengths.cumsum(dtype=np.int32) - lengths
+        packed[2, :used] = np.arange(used, dtype=np.int32) - firsts.repeat(lengths)
         first = (counts + drafts).cumsum(dtype=np.int32) - drafts - 1  # the last certain row of each run
         packed[0, :used] = first.repeat(lengths) + packed[2, :used]
     return packed
@@ -147,7 +161,7 @@ def pack_drafts(
     packed = np.zeros(draft_inputs_size(rows, tokens), np.int32)
     slots, wanted = packed[: 2 * rows].reshape(2, rows)
     slots.fill(num_slots)
-    order = (-runs.drafts).argsort(kind="stable")[: int((runs.drafts > 0).sum())]
+    order = (-runs.drafts).argsort(kind="stable")[: runs.num_drafting]
     slots[: len(order)], wanted[: len(order)] = runs.slots[order], runs.drafts[order]
     _fill_new_pages(packed[2 * rows :].reshape(3, tokens), new_pages, num_slots)
     return packed

@@ -52,14 +52,21 @@ class StepHandle(NamedTuple):
 
     def result(self) -> StepResult:
         """Wait for the step."""
-        finite, sampled, scores, whole = jax.tree.map(np.asarray, self)
+        sampled, logprobs = self.sampled, None
+        if sampled is not None and sampled.logprobs is not None:
+            logprobs = Logprobs(*map(np.asarray, sampled.logprobs))
         return StepResult(
-            finite,
-            np.empty(0, np.int32) if sampled is None else sampled.tokens,
-            None if sampled is None else sampled.logprobs,
-            Logprobs(*map(np.concatenate, zip(*scores, strict=True))) if scores else None,
-            np.concatenate(whole) if whole else None,
+            np.asarray(self.finite),
+            np.empty(0, np.int32) if sampled is None else np.asarray(sampled.tokens),
+            logprobs,
+            Logprobs(*map(np.concatenate, zip(*self.scores, strict=True))) if self.scores else None,
+            np.concatenate(self.whole) if self.whole else None,
         )
+
+    def copy_to_host(self) -> None:
+        """Begin to copy what `result` will read."""
+        for array in jax.tree.leaves(self):
+            array.copy_to_host_async()
 
 
 class StepPrograms(NamedTuple):
@@ -192,7 +199,7 @@ class Runner:
     ) -> bool:
         """Whether a step of so many query rows, rows of the head and runs with drafts runs at once."""
         needed = self._needed(num_tokens, num_sampled, num_drafting, greedy=greedy, masked=masked)
-        return {program.key for program in needed if program is not None} <= self.compiler.executables().keys()
+        return all(program is None or self.compiler.has(program) for program in needed)
 
     def _needed(
         self, num_tokens: int, num_sampled: int, num_drafting: int, *, greedy: bool, masked: bool
@@ -211,8 +218,8 @@ class Runner:
 
         `greedy`: no run wants more than the largest logit. `masked`: `sample` is given masks.
         """
-        num_drafting = int((runs.drafts > 0).sum())
-        needed = self._needed(runs.num_rows, runs.num_sampled, num_drafting, greedy=greedy, masked=masked)
+        sizes = runs.num_rows, runs.num_sampled, runs.num_drafting
+        needed = self._needed(*sizes, greedy=greedy, masked=masked)
         self.compiler.get_all([program for program in needed if program is not None])  # those missing in parallel
         drafts = None
         if needed.proposal is not None:
@@ -244,8 +251,7 @@ class Runner:
             packed = inputs.pack_head(runs, head.bucket, self.num_slots), *(() if masks is None else (masks,))
             self.slots, sampled = self.compiler.get(head)(self.weights, self.slots, hidden, *packed)
         handle = StepHandle(finite, sampled, self._score(hidden, scores), self._score_all(hidden, whole))
-        for array in jax.tree.leaves(handle):
-            array.copy_to_host_async()
+        handle.copy_to_host()
         self._dispatched[:] = [handle]
         return handle
 

@@ -82,13 +82,12 @@ class GroupedTiles:
 
     def pack(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tokens: int) -> np.ndarray:
         chunks: list[tuple[int, int, int]] = []  # (context, first row, rows)
-        if tokens >= CHUNK_ROWS and (counts >= MIN_CHUNK_ROWS).any():
-            rows, starts, counts = _cut_chunks(rows, starts, counts, chunks)
-        if counts.max(initial=0) > 1:  # remainders of several rows
+        if counts.max(initial=0) > 1:
+            if tokens >= CHUNK_ROWS:
+                rows, starts, counts = _cut_chunks(rows, starts, counts, chunks)
+            # What is left: remainders of no row, one or several.
             offsets = np.arange(counts.sum(), dtype=np.int32) - (counts.cumsum(dtype=np.int32) - counts).repeat(counts)
             rows, starts = rows.repeat(counts) + offsets, starts.repeat(counts) + offsets
-        elif counts.min(initial=1) < 1:
-            rows, starts = rows[counts > 0], starts[counts > 0]
         singles = rows[starts.argsort(kind="stable")[::-1]]
 
         tiles = num_chunk_tiles(tokens)
