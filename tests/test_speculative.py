@@ -95,8 +95,14 @@ def agrees(stats) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "options"),
-    [({}, {}), ({"num_hidden_layers": 1, "num_key_value_heads": 1, "num_attention_heads": 4}, {"num_pages": 10})],
-    ids=["itself", "smaller, preempted"],
+    [
+        pytest.param({}, {}, marks=pytest.mark.slow, id="itself"),
+        pytest.param(
+            {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_attention_heads": 4},
+            {"num_pages": 10},
+            id="smaller, preempted",
+        ),
+    ],
 )
 def test_a_draft_model_changes_nothing(expected, requests, changes, options):
     with tiny_engine(speculative_config=MODEL, draft_decoder=tiny_decoder(**changes), **options) as engine:

@@ -14,7 +14,7 @@ from jaxserve import LLM, SamplingParams
 MODEL = "SmolLM2-135M-Instruct"
 KEY = "secret-1"
 # As few programs as there can be: one body and one head.
-SHAPES = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_pages": 256}
+SHAPES = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 16, "num_pages": 256}
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
