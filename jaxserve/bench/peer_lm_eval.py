@@ -4,7 +4,7 @@ Needs lm-eval, and for `hf` torch, in an environment of its own; run it as a fil
 `python jaxserve/bench/peer_lm_eval.py hf|jaxserve MODEL_FOLDER --data gsm8k_test.jsonl [--batch_size 16]`
 
 The prompt has 8 solved problems, the same before each of 100 others. `generate` answers them, 128 new tokens at most;
-`loglikelihood` scores four numbers after each.
+`loglikelihood` scores four numbers after each of 25.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 SHOTS, NEW_TOKENS = 8, 128
 
 
-def requests(data: str, count: int) -> tuple[list, list]:
+def requests(data: str, count: int, scored: int) -> tuple[list, list]:
     """Those of `generate_until` and of `loglikelihood`."""
     with open(data, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file][: SHOTS + count]
@@ -25,7 +25,7 @@ def requests(data: str, count: int) -> tuple[list, list]:
     generate = [SimpleNamespace(args=(shots + question, dict(options))) for question in asked[SHOTS:]]
     score = [
         SimpleNamespace(args=(shots + question, f" {number}"))
-        for question, row in zip(asked[SHOTS:], rows[SHOTS:], strict=True)
+        for question, row in zip(asked[SHOTS:][:scored], rows[SHOTS:][:scored], strict=True)
         for number in _numbers(row["answer"])
     ]
     return generate, score
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("pretrained")
     parser.add_argument("--data", required=True, help="a JSONL file of GSM8K's form")
     parser.add_argument("--items", type=int, default=100)
+    parser.add_argument("--scored_items", type=int, default=25)
     parser.add_argument("--batch_size", type=int, default=16, help="of hf")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
@@ -55,7 +56,7 @@ def main() -> None:
         from jaxserve.evaluation.lm_eval_model import JaxserveLM
 
         lm = JaxserveLM(**shared)
-    generate, score = requests(options.data, options.items)
+    generate, score = requests(options.data, options.items, options.scored_items)
     lm.generate_until(generate[:2])  # programs are compiled, or loaded
     lm.loglikelihood(score[:2])
     for name, run, work in (
