@@ -1,6 +1,7 @@
 """From the form that a user asks for to the grammar that llguidance compiles."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +32,7 @@ def grammar_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int
 
 
 def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
-    if params.disable_additional_properties:
-        schema = _closed(schema)
+    schema = _prepared(schema, params)
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(params))
     except ValueError as error:
@@ -49,8 +49,7 @@ def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 def inline_json(schema: Any, params: StructuredOutputsParams) -> str:
     """A schema as a term of a Lark grammar."""
-    if params.disable_additional_properties:
-        schema = _closed(schema)
+    schema = _prepared(schema, params)
     # A schema may be a bool; options live in an object.
     schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return "%json " + json.dumps({**schema, "x-guidance": json_options(params)})
@@ -78,6 +77,46 @@ def _parsed(text: str, field: str) -> dict:
         raise ValueError(f"{field}: it must be JSON: {error}") from None
     require(isinstance(value, dict), field, value, "a JSON object")
     return value
+
+
+def _prepared(schema: Any, params: StructuredOutputsParams) -> Any:
+    """The schema as llguidance gets it."""
+    schema = _without_controls(schema)
+    return _closed(schema) if params.disable_additional_properties else schema
+
+
+def _without_controls(schema: Any) -> Any:
+    """The schema with patterns whose negated classes leave out control characters, too.
+
+    Where a class has many of them but no quote or no backslash, llguidance (1.9) lets a quote or a backslash through
+    when it escapes the text for JSON.
+    """
+    if isinstance(schema, list):
+        return [_without_controls(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str):
+            changed[key] = _narrowed(value)
+        elif key == "patternProperties" and isinstance(value, dict):
+            changed[key] = {_narrowed(pattern): _without_controls(part) for pattern, part in value.items()}
+        else:
+            changed[key] = value if key in ("const", "enum", "default", "examples") else _without_controls(value)
+    return changed
+
+
+_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+
+
+def _narrowed(pattern: str) -> str:
+    def narrowed(part: str) -> str:
+        if not part.startswith("[^"):
+            return part
+        begin = 3 if part.startswith("[^]") and len(part) > 3 else 2  # a bracket that comes first is a character
+        return f"{part[:begin]}\\x00-\\x1f{part[begin:]}"
+
+    return "".join(narrowed(found.group()) for found in _CLASS.finditer(pattern))
 
 
 def _closed(schema: Any) -> Any:

@@ -1,6 +1,7 @@
 """Outputs by JSON schemas against another implementation of JSON Schema: all are valid, what is valid can be said."""
 
 import json
+import re
 from pathlib import Path
 
 import hypothesis_jsonschema
@@ -147,6 +148,36 @@ def test_what_is_valid_can_be_said(compiler, data, schema, separators):
 @pytest.fixture(scope="module")
 def compiler():
     return GrammarCompiler(TEXT, VOCAB)
+
+
+def accepts(compiler, schema, text) -> bool:
+    constraint, builder = compiler.start(StructuredOutputsParams(json=schema), [END]), MaskBuilder(VOCAB)
+    for token in TEXT.encode(text):
+        [mask] = builder.build([ConstrainedRow(0, constraint, [])], 1)
+        if not mask[token // 32] >> (token % 32) & 1:
+            return False
+        constraint.advance(token)
+    return constraint.matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "pattern", [r'^[^"]$', r'^[^"\\]$', r"^[^\\\n]$", r'^[^]"]$', r"^[^x]$", r'^\[\^"]$', r"^a[^a-]$"]
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_patterns_with_negated_classes(compiler, pattern, inside):
+    """What a negated class takes is said in JSON, with escapes; the pattern's own definition decides."""
+    text_of = (lambda text: {"a": text}) if inside else (lambda text: text)
+    schema = {"type": "string", "pattern": pattern}
+    if inside:
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    for text in ('"', "\\", "x", "]", "-", "[^", "a", '[^"', "[^x", 'a"', "ab", "a-", "aa", "\n"):
+        said = accepts(compiler, schema, json.dumps(text_of(text)))
+        assert said == (re.search(pattern, text) is not None and text != "\n"), text
+
+
+def test_constants_are_no_patterns(compiler):
+    schema = {"const": {"pattern": '^[^"]$'}}
+    assert accepts(compiler, schema, json.dumps(schema["const"]))
 
 
 @pytest.mark.slow
