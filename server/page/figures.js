@@ -94,9 +94,9 @@ export class Figures {
   rate(name) {
     const now = this.readings.at(-1);
     const before = this.readings.at(-1 - RATE_READINGS) ?? this.readings[0];
-    const counts = [sum(before.families, name), sum(now.families, name)];
-    if (counts.includes(undefined) || now === before) return null;
-    return (counts[1] - counts[0]) / (now.time - before.time);
+    const count = sum(now.families, name);
+    if (count === undefined || now === before) return null;
+    return (count - (sum(before.families, name) ?? 0)) / (now.time - before.time);
   }
 
   latencies(name) {
