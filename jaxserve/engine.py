@@ -321,6 +321,8 @@ class Engine:
         )
         if first.prompt_logprobs is not None and first.next_to_score is None:
             output.prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, None  # reported once
+        if finished:
+            output.metrics = group.metrics()
         return output
 
     def _end(self, group: RequestGroup, reason: str, error: str | None, ended: Sequence[CompletionOutput] = ()) -> None:

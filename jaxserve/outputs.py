@@ -50,6 +50,16 @@ class CompletionOutput:
         self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
 
 
+class RequestMetrics(NamedTuple):
+    """When what happened to a request, by `time.monotonic` of its engine's machine; None: it did not. Of `n` branches
+    the first that was scheduled and that had a token, and the last token of any."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The state of a request, or what one step added to it (from `Engine.step`).
@@ -57,6 +67,7 @@ class RequestOutput:
     num_cached_tokens: prompt tokens that came from the prefix cache.
     prompt_logprobs: one dict per prompt token, {token id: Logprob}, the token itself first; None for the first token
         and for those before `prompt_logprobs_start`. None if not asked for; reported once, when all are there.
+    metrics: comes with the last output.
     """
 
     request_id: str
@@ -66,6 +77,7 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)
 
     def extend(self, delta: "RequestOutput") -> None:
         """Append what a later step added; `outputs` stay sorted by index."""
@@ -79,6 +91,7 @@ class RequestOutput:
         self.finished, self.num_cached_tokens = delta.finished, delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+        self.metrics = delta.metrics
 
 
 @dataclass(slots=True)

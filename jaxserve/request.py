@@ -14,7 +14,7 @@ from enum import Enum, auto
 from time import monotonic
 
 from jaxserve.cache.block_pool import page_hash
-from jaxserve.outputs import Logprob
+from jaxserve.outputs import Logprob, RequestMetrics
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative.acceptance import Acceptance
@@ -165,3 +165,11 @@ class RequestGroup:
     @property
     def finished(self) -> bool:
         return all(branch.state is RequestState.FINISHED for branch in self.branches)
+
+    def metrics(self) -> RequestMetrics:
+        scheduled, first, last = (
+            [time for branch in self.branches if (time := getattr(branch, name)) is not None]
+            for name in ("scheduled_time", "first_token_time", "last_token_time")
+        )
+        arrival = self.branches[0].arrival_time
+        return RequestMetrics(arrival, min(scheduled, default=None), min(first, default=None), max(last, default=None))

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve import metrics
-from jaxserve.server import handlers, openapi
+from jaxserve.server import handlers, openapi, web_page
 from jaxserve.server.endpoint import BUG, Handler, Post, error_response
 from jaxserve.server.errors import ApiError
 from jaxserve.server.middleware import ApiKeys, RequestIds
@@ -116,7 +116,7 @@ def create_app(service: Service) -> Starlette:
         cors = {"allow_origins": service.config.allowed_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
         middleware.insert(0, Middleware(CORSMiddleware, **cors))
     return Starlette(
-        routes=[*routes, Route("/openapi.json", describe)],
+        routes=[*routes, Route("/openapi.json", describe), *web_page.routes()],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, Exception: _bug},
         lifespan=lambda app: _lifespan(service),

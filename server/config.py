@@ -39,6 +39,8 @@ class ServerConfig:
         body_timeout: what a client may take to send a request.
         shutdown_timeout: what running requests get to end when the server is told to stop.
         stream_interval: tokens that are joined into one event of a stream; the first one is sent at once.
+        otlp_traces_endpoint: the URL of an OpenTelemetry collector's OTLP over HTTP, http://localhost:4318/v1/traces
+            say, that gets a span of every request; needs the extra `otel`.
         log_format: `text` or `json`. Prompts and answers are never logged.
     """
 
@@ -59,6 +61,7 @@ class ServerConfig:
     body_timeout: float = 30.0
     shutdown_timeout: float = 30.0
     stream_interval: int = 1
+    otlp_traces_endpoint: str | None = None
     log_format: str = "text"
 
     def __post_init__(self):
@@ -90,4 +93,7 @@ class ServerConfig:
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             value = getattr(self, name)
             require(value is None or value in known, name, value, f"None or one of {', '.join(known)}")
+        endpoint = self.otlp_traces_endpoint
+        valid = endpoint is None or (isinstance(endpoint, str) and endpoint.startswith(("http://", "https://")))
+        require(valid, "otlp_traces_endpoint", endpoint, "None or a URL of http or https")
         require(self.run_in in RUN_IN, "run_in", self.run_in, f"one of {', '.join(RUN_IN)}")

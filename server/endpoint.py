@@ -20,6 +20,7 @@ from jaxserve.request import GRAMMAR_GAVE_UP, NO_TOKEN_LEFT
 from jaxserve.server.answers import GenerationFailed
 from jaxserve.server.errors import ApiError, wrong_body
 from jaxserve.server.service import Service
+from jaxserve.server.tracing import CONTEXT_HEADERS
 
 _log = logging.getLogger("jaxserve.server")
 
@@ -41,6 +42,7 @@ class Call:
     answering: bool = False  # the response has begun
     streaming: bool = False
     error: str | None = None
+    trace_headers: dict[str, str] = field(default_factory=dict)  # the caller's span
     details: dict[str, Any] = field(default_factory=dict)
 
     def log(self) -> None:
@@ -66,6 +68,9 @@ class Post:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
         call = Call(state["request_id"], scope["path"], state.get("tenant", ""))
+        if self._service.tracing is not None:
+            given = {name: value for name, value in scope["headers"] if name in CONTEXT_HEADERS}
+            call.trace_headers = {name.decode(): value.decode("latin-1") for name, value in given.items()}
         try:
             body = await _read_body(
                 scope, receive, self._service.config.max_request_bytes, self._service.config.body_timeout

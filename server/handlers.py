@@ -19,6 +19,7 @@ from jaxserve.server.protocol import (
 )
 from jaxserve.server.responses import ResponseBuilder, ResponsesRequest
 from jaxserve.server.service import Service
+from jaxserve.server.tracing import RequestSpan, request_attributes
 
 
 async def complete(
@@ -90,14 +91,19 @@ class Generation:
         interval = self._request.stream_interval or service.config.stream_interval
         with service.places(self._num_prompts * self._params.n):
             builder = await service.in_thread(self._prepare)
+            spans = self._spans(builder)
             try:
                 outputs = service.outputs(builder.prompts, self._params, arrival_time=call.started, interval=interval)
                 async with aclosing(outputs) as arriving:
                     async for prompt, output in arriving:
                         if call.first_output is None:
                             call.first_output = time.monotonic()
+                        if spans:
+                            spans[prompt].take(output)
                         yield builder, prompt, output
             finally:
+                for span in spans:
+                    span.end()
                 call.details |= {
                     "prompts": self._num_prompts,
                     "prompt_tokens": builder.num_prompt_tokens,
@@ -105,6 +111,19 @@ class Generation:
                     "completion_tokens": builder.num_output_tokens,
                     "finish_reason": "+".join(sorted(set(builder.finish_reasons))) or None,
                 }
+
+    def _spans(self, builder: AnswerBuilder) -> list[RequestSpan]:
+        """One a prompt, where traces are wanted."""
+        tracing, call = self._service.tracing, self._call
+        if tracing is None:
+            return []
+        lengths = [len(prompt["prompt_token_ids"]) for prompt in builder.prompts]
+        names = [call.request_id] if len(lengths) == 1 else [f"{call.request_id}-{i}" for i in range(len(lengths))]
+        told = [
+            request_attributes(name, self._model, self._params, length)
+            for name, length in zip(names, lengths, strict=True)
+        ]
+        return [tracing.request(call.trace_headers, call.started, attributes) for attributes in told]
 
     def _prepare(self) -> AnswerBuilder:
         service, request = self._service, self._request

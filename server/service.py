@@ -25,6 +25,7 @@ from jaxserve.server.forms import ToolCalling
 from jaxserve.server.message import MessageReader, tool_calling
 from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from jaxserve.server.reasoning import BEGIN, PARSERS, ReasoningReader
+from jaxserve.server.tracing import Tracing
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -57,6 +58,8 @@ class Service:
         self._chat_template: ChatTemplate | None = None
         self._template = _template_text(config.chat_template)
         self._figures = metrics.Figures()
+        endpoint = config.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing(endpoint)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="jaxserve-inputs")
 
     # ---- life -------------------------------------------------------------------------------------------
@@ -122,6 +125,8 @@ class Service:
                     self.error = f"the engine was not whole at the end: {error}"
                     _log.error("%s", self.error)
             await asyncio.to_thread(self._engine.close)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property

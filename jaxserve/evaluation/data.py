@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxserve.evaluation.extras import optional
+from jaxserve.extras import optional
 
 if TYPE_CHECKING:
     from jaxserve.evaluation.config import DataConfig

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from jaxserve.config import EngineConfig
-from jaxserve.evaluation.extras import optional
 from jaxserve.evaluation.work import Result, Work
+from jaxserve.extras import optional
 
 MAX_LOSSES = 8  # actors that may be lost, in all, before a model's run gives up
 

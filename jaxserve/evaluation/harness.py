@@ -2,7 +2,7 @@
 then knows this model class whatever its version.
 """
 
-from jaxserve.evaluation.extras import optional
+from jaxserve.extras import optional
 
 MODEL = "jaxserve.evaluation.lm_eval_model:JaxserveLM"
 

@@ -15,7 +15,7 @@ from typing import Any, no_type_check
 
 import numpy as np
 
-from jaxserve.evaluation.extras import optional
+from jaxserve.extras import optional
 from jaxserve.validation import require
 
 
