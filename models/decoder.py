@@ -48,6 +48,12 @@ def rms_norm(x: Float[Array, "*batch size"], scale: Float[Array, " size"], eps: 
     return scale * (wide * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
 
 
+def rope_tables(config: ModelConfig, positions: Int32[Array, "tokens"]) -> RopeTables:
+    """The tables of these positions for the layers of a model."""
+    frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+    return rope.rope_tables(positions, frequencies, config.rope_scaling.attention_factor)
+
+
 def causal_attention(
     q: Float[Array, "tokens heads dim"],
     k: Float[Array, "tokens kv_heads dim"],
@@ -122,14 +128,20 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        hidden: Float[Array, "tokens hidden"],
+        hidden: Float[Array, "tokens inputs"],
         rope: RopeTables,
         attend: Attend,
         linear: Linear = linear,
         norm: Norm = rms_norm,
     ) -> Float[Array, "tokens hidden"]:
-        hidden = hidden + self._attention(self.attention_norm(hidden, norm), rope, attend, linear, norm)
+        """From one residual stream to the next; the layer of a draft head reads more than that."""
+        hidden, x = self._inputs(hidden, linear, norm)
+        hidden = hidden + self._attention(x, rope, attend, linear, norm)
         return hidden + self._mlp(self.mlp_norm(hidden, norm), linear)
+
+    def _inputs(self, hidden: Array, linear: Linear, norm: Norm) -> tuple[Array, Array]:
+        """The residual stream, and what the attention reads."""
+        return hidden, self.attention_norm(hidden, norm)
 
     @jax.named_scope("attention")
     def _attention(self, x: Array, tables: RopeTables, attend: Attend, linear: Linear, norm: Norm) -> Array:
@@ -176,9 +188,7 @@ class Decoder(nnx.Module):
         return jnp.take(self.embed[...], tokens, axis=0, mode="clip")
 
     def rope(self, positions: Int32[Array, "tokens"]) -> RopeTables:
-        config = self.config
-        frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-        return rope.rope_tables(positions, frequencies, config.rope_scaling.attention_factor)
+        return rope_tables(self.config, positions)
 
     def final_norm(self, hidden: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         return self.norm(hidden)

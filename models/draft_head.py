@@ -24,9 +24,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import Attend, DecoderLayer, Linear, Norm, RMSNorm, RopeTables, linear, rms_norm
+from jaxserve.models.decoder import DecoderLayer, Linear, Norm, RMSNorm
 from jaxserve.models.registry import LLAMA_WEIGHTS, Fuse, Source
-from jaxserve.models.weights import Leaf, fuse_tensors, stored_shapes
+from jaxserve.models.weights import Leaf, fuse_tensors, leaves_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class TokenIds(nnx.Variable):
 
 
 class EagleLayer(DecoderLayer):
-    """EAGLE-1: fc [2 * hidden, hidden] and a layer without the first norm."""
+    """EAGLE-1: fc [2 * hidden, hidden] and a layer without the first norm, from `layer_inputs` to the next states."""
 
     def __init__(self, config: HeadConfig, *, dtype):
         super().__init__(config.layer, 0, rngs=None, dtype=dtype)
@@ -72,24 +72,15 @@ class EagleLayer(DecoderLayer):
         self.fc = nnx.Param(jnp.zeros((2 * hidden, hidden), dtype))
         self.fc_bias = nnx.Param(jnp.zeros(hidden, dtype)) if config.fc_bias else None
 
-    def __call__(
-        self,
-        hidden: Float[Array, "tokens twice_hidden"],
-        rope: RopeTables,
-        attend: Attend,
-        linear: Linear = linear,
-        norm: Norm = rms_norm,
-    ) -> Float[Array, "tokens hidden"]:
-        """From embeddings and the states before them, side by side, to the next states."""
+    def _inputs(self, hidden: Array, linear: Linear, norm: Norm) -> tuple[Array, Array]:
         hidden = linear(hidden, self.fc[...])
         if self.fc_bias is not None:
             hidden = hidden + self.fc_bias[...]
-        hidden = hidden + self._attention(hidden, rope, attend, linear, norm)
-        return hidden + self._mlp(self.mlp_norm(hidden, norm), linear)
+        return hidden, hidden
 
 
 class Eagle3Layer(DecoderLayer):
-    """EAGLE-3: qkv [2 * hidden, ...] over both inputs, each behind its norm."""
+    """EAGLE-3: qkv [2 * hidden, ...] over both of `layer_inputs`, each behind its norm, to the next states."""
 
     def __init__(self, config: HeadConfig, *, dtype):
         super().__init__(config.layer, 0, rngs=None, dtype=dtype)
@@ -97,19 +88,10 @@ class Eagle3Layer(DecoderLayer):
         self.hidden_norm = RMSNorm(hidden, eps=config.layer.rms_norm_eps, dtype=dtype)
         self.qkv = nnx.Param(jnp.zeros((2 * hidden, *self.qkv[...].shape[1:]), dtype))
 
-    def __call__(
-        self,
-        hidden: Float[Array, "tokens twice_hidden"],
-        rope: RopeTables,
-        attend: Attend,
-        linear: Linear = linear,
-        norm: Norm = rms_norm,
-    ) -> Float[Array, "tokens hidden"]:
-        """From embeddings and the states before them, side by side, to the next states."""
+    def _inputs(self, hidden: Array, linear: Linear, norm: Norm) -> tuple[Array, Array]:
         embed, hidden = jnp.split(hidden, 2, axis=-1)
         both = jnp.concatenate([self.attention_norm(embed, norm), self.hidden_norm(hidden, norm)], axis=-1)
-        hidden = hidden + self._attention(both, rope, attend, linear, norm)
-        return hidden + self._mlp(self.mlp_norm(hidden, norm), linear)
+        return hidden, both
 
 
 class EagleHead(nnx.Module):
@@ -163,14 +145,7 @@ _TABLE = {
 
 def head_leaves(config: HeadConfig) -> list[Leaf]:
     """Every array of a head, in the order of its state, with the stored tensors that make it."""
-    state = nnx.state(nnx.eval_shape(lambda: EagleHead(config)))
-    leaves = []
-    for key_path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        path = ".".join(str(key.key) for key in key_path if isinstance(key, jax.tree_util.DictKey))
-        source = _TABLE[path]
-        shapes = stored_shapes(source.fuse, leaf.shape, config.layer)
-        leaves.append(Leaf(path, leaf.shape, source.fuse, dict(zip(source.names, shapes, strict=True))))
-    return leaves
+    return leaves_of(nnx.eval_shape(lambda: EagleHead(config)), _TABLE.__getitem__, config.layer)
 
 
 def num_parameters(config: HeadConfig) -> int:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxserve.models.config import CheckpointError, ModelConfig
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.registry import FAMILIES, Fuse
+from jaxserve.models.registry import FAMILIES, Fuse, Source
 from jaxserve.models.sharding import check_mesh, parameter_sharding
 
 # What `fuse_tensors` makes of stored tensors has a number: converted trees are kept by it (checkpoint/orbax.py).
@@ -44,21 +44,32 @@ class Leaf(NamedTuple):
 def decoder_leaves(config: ModelConfig) -> list[Leaf]:
     """Every parameter of the model, in the order of `jax.tree.leaves(nnx.state(decoder))`."""
     table = FAMILIES[config.architecture].weights
-    state = nnx.state(abstract_decoder(config))
-    leaves = []
-    for key_path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        path = ".".join(str(key.key) for key in key_path if isinstance(key, jax.tree_util.DictKey))
+
+    def source(path: str) -> Source:
         generic, index = re.sub(r"^layers\.\d+", "layers.{i}", path), re.search(r"\d+|$", path)
-        source = table[generic]
-        names = [name.format(i=index[0]) for name in source.names]
-        shapes = stored_shapes(source.fuse, leaf.shape, config)
-        leaves.append(Leaf(path, leaf.shape, source.fuse, dict(zip(names, shapes, strict=True))))
+        found = table[generic]
+        return found._replace(names=tuple(name.format(i=index[0]) for name in found.names))
+
+    return leaves_of(abstract_decoder(config), source, config)
+
+
+def leaves_of(module: nnx.Module, source: Callable[[str], Source], config: ModelConfig | None) -> list[Leaf]:
+    """Every array of a module, in the order of its state; `source` says of a path which tensors make it.
+
+    `config` is that of the attention heads, None where there is no attention.
+    """
+    leaves = []
+    for key_path, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(module))[0]:
+        path = ".".join(str(key.key) for key in key_path if isinstance(key, jax.tree_util.DictKey))
+        names, fuse = source(path)
+        shapes = stored_shapes(fuse, leaf.shape, config)
+        leaves.append(Leaf(path, leaf.shape, fuse, dict(zip(names, shapes, strict=True))))
     return leaves
 
 
-def stored_shapes(fuse: Fuse, shape: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+def stored_shapes(fuse: Fuse, shape: tuple[int, ...], config: ModelConfig | None) -> tuple[tuple[int, ...], ...]:
     """The shapes in the file of the tensors behind a parameter of this shape."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q, kv = (0, 0) if config is None else (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
     match fuse:
         case Fuse.COPY:
             return (shape,)
@@ -109,16 +120,15 @@ def _listed(names: list[str]) -> str:
     return shown + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-def fuse_tensors(fuse: Fuse, tensors: list[np.ndarray], config: ModelConfig) -> np.ndarray:
-    """One parameter from its stored tensors, on the host. May return a view."""
-    groups, head_dim = config.num_kv_heads, config.head_dim
+def fuse_tensors(fuse: Fuse, tensors: list[np.ndarray], config: ModelConfig | None) -> np.ndarray:
+    """One parameter from its stored tensors, on the host. May return a view. `config` as `leaves_of` takes it."""
     match fuse:
         case Fuse.QKV | Fuse.QKV_BIAS:
-            grouped = [t.reshape(groups, -1, *t.shape[1:]) for t in tensors]
+            grouped = [t.reshape(config.num_kv_heads, -1, *t.shape[1:]) for t in tensors]
             joined = np.concatenate(grouped, axis=1)
             return joined if fuse is Fuse.QKV_BIAS else joined.transpose(2, 0, 1)
         case Fuse.OUT:
-            return tensors[0].T.reshape(groups, config.q_per_group * head_dim, -1)
+            return tensors[0].T.reshape(config.num_kv_heads, config.q_per_group * config.head_dim, -1)
         case Fuse.GATE_UP:
             return np.stack(tensors).transpose(2, 0, 1)
         case Fuse.GATE_UP_BIAS:

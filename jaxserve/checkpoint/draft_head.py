@@ -54,7 +54,7 @@ def read_head(folder: Path, method: str, target: ModelConfig) -> HeadConfig:
         method=method,
         layer=layer,
         target_hidden=target.hidden_size,
-        aux_layers=_aux_layers(values, target.num_layers) if third else (),
+        aux_layers=_aux_layers(folder, values, target.num_layers) if third else (),
         draft_vocab=known,
         fc_bias="fc.bias" in tensors and not third,
         own_embed="embed_tokens.weight" not in shared,
@@ -165,14 +165,15 @@ def _plain(name: str) -> str:
     return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
-def _aux_layers(values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def _aux_layers(folder: Path, values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """As vLLM reads them: layer i stands for what comes into it."""
     nested = values.get("eagle_config") or {}
     name = "eagle_aux_hidden_state_layer_ids"
     given = nested.get(name, values.get(name))
     layers = (2, num_layers // 2, num_layers - 3) if given is None else tuple(given)
     if not layers or not all(isinstance(i, int) and 0 <= i <= num_layers for i in layers):
-        raise CheckpointError(f"config.json: {name}={list(layers)}, but it must name layers from 0 to {num_layers}")
+        rule = f"it must name layers from 0 to {num_layers}"
+        raise CheckpointError(f"{folder}: config.json: {name}={list(layers)}, but {rule}")
     return layers
 
 

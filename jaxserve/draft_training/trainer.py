@@ -22,9 +22,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.draft_training.corpus import Shard, read_corpus
-from jaxserve.models import rope
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import Decoder
+from jaxserve.models.decoder import Decoder, rope_tables
 from jaxserve.models.draft_head import EagleHead, HeadConfig, layer_inputs, random_head
 from jaxserve.validation import is_integer, is_number, require
 
@@ -196,8 +195,7 @@ def _drafted(
 
 def _sequence(layer: nnx.Module, config: ModelConfig, embed: Array, tokens: Array, hidden: Array) -> list[Array]:
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
-    frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-    tables = rope.rope_tables(positions, frequencies, config.rope_scaling.attention_factor)
+    tables = rope_tables(config, positions)
     embedded, states, keys = embed[tokens], [], []
     before = jnp.roll(hidden, 1, axis=0)
     for _ in range(DEPTH):

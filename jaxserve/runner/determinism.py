@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.cache.kv_cache import LayerKV
 from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_runs
-from jaxserve.models import rope
+from jaxserve.models.decoder import rope_tables
 from jaxserve.runner.compilation import Compiler, Program
 from jaxserve.runner.head import logits_of
 from jaxserve.runner.step import StepDefinition, Tokens, layer_step
@@ -80,8 +80,7 @@ def _run_layer(step: StepDefinition, leaves, hidden, packed_work):
     each = jnp.arange(rows, dtype=jnp.int32)
     zeros = jnp.zeros(rows, jnp.int32)
     where = Tokens(count=jnp.int32(rows), slot=each, position=zeros, page=each, offset=zeros)
-    frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-    tables = rope.rope_tables(each, frequencies, config.rope_scaling.attention_factor)
+    tables = rope_tables(config, each)
     work = step.attention.work.unpack(packed_work, rows)
     prepared = step.attention.prepare(
         work, each[:, None], where.slot, where.position, num_pages=rows, page_size=page_size

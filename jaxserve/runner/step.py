@@ -34,8 +34,7 @@ from jaxserve.kernels_pallas.cpu.linear import NativeNorm
 from jaxserve.kernels_pallas.matmul import LinearKernel
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.kernels_pallas.verify_draft import REFERENCE, VerifyBackend
-from jaxserve.models import decoder, rope
-from jaxserve.models.config import ModelConfig
+from jaxserve.models import decoder
 from jaxserve.models.draft_head import layer_inputs
 from jaxserve.runner.inputs import BodyInputs, DraftInputs, unpack_body
 from jaxserve.runner.slots import Slots, keep_states, states_before
@@ -173,7 +172,7 @@ def run_layers(
     """All layers of a model over some tokens. Returns hidden rows, pages, and whose keys and values were finite;
     `between` gets the hidden rows in front of each layer and behind the last."""
     hidden = jnp.take(weights.embed, token_ids, axis=0, mode="clip")
-    tables = _rope_tables(model.config, where)
+    tables = decoder.rope_tables(model.config, where.position)
     finite = jnp.ones(token_ids.shape, bool)
     layers_kv = []
     for definition, leaves, layer_kv in zip(model.layers, weights.layers, kv, strict=True):
@@ -186,11 +185,6 @@ def run_layers(
         finite &= wrote_finite
     between.append(hidden)
     return hidden, tuple(layers_kv), finite
-
-
-def _rope_tables(config: ModelConfig, where: Tokens) -> decoder.RopeTables:
-    frequencies = rope.inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-    return rope.rope_tables(where.position, frequencies, config.rope_scaling.attention_factor)
 
 
 def _states(step: StepDefinition, head: HeadWeights, hidden: Array, between: list[Array], where: Tokens) -> Array:
@@ -209,7 +203,7 @@ def run_head_layer(
     embed = weights.embed if head.embed is None else head.embed
     embedded = jnp.take(embed, token_ids, axis=0, mode="clip")
     inputs = layer_inputs(embedded, before, where.position == 0)
-    tables = _rope_tables(draft.config.layer, where)
+    tables = decoder.rope_tables(draft.config.layer, where.position)
     states, layer_kv, _ = layer_step(draft.layer, step, head.layer, inputs, tables, kv[0], where, prepared)
     return states, (layer_kv,)
 
