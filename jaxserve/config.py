@@ -13,7 +13,7 @@ LINEAR_BACKENDS = ("auto", "xla", "native", "mosaic")
 SCHEDULING_POLICIES = ("fcfs", "priority", "fair", "static")
 COMPILE_MODES = ("lazy", "warmup")
 GENERATION_CONFIGS = ("auto", "none")
-SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3")
+SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "medusa")
 LENGTH_CONTROLS = ("auto", "fixed")
 ACCEPTANCE_RULES = ("agreement", "rejection")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
@@ -34,8 +34,8 @@ class SpeculativeConfig:
     Attributes:
         method: `ngram` proposes what followed the last tokens when they last occurred (prompt lookup); `draft_model`
             lets a smaller model of the same vocabulary go ahead; `eagle` and `eagle3` continue the model's hidden
-            states by a head of one layer.
-        model: `draft_model`: its name, as `EngineConfig.model`; `eagle` and `eagle3`: the folder or hub id of the head.
+            states by a head of one layer; `medusa` guesses each position from the last of them by a head of its own.
+        model: `draft_model`: its name, as `EngineConfig.model`; for the heads their folder or hub id.
         num_speculative_tokens: the most draft tokens of a request in a step.
         length_control: `auto` chooses a length for each request and step by what its drafts were accepted and by what
             a row of the step costs, `fixed` always takes `num_speculative_tokens`.

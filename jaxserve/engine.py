@@ -18,7 +18,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.input_processor import Prompt
 from jaxserve.metrics import EngineMetrics, Figures
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.draft_head import EagleHead
+from jaxserve.models.draft_head import DraftHead
 from jaxserve.output_processor import OutputProcessor, WantedRows, wanted_rows
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.progress import CompileProgress, print_compiled
@@ -66,7 +66,7 @@ class Engine:
         *,
         decoder: Decoder | None = None,
         text: Tokenizer | None = None,
-        draft_decoder: Decoder | EagleHead | None = None,
+        draft_decoder: Decoder | DraftHead | None = None,
         progress: CompileProgress = print_compiled,
         **options,
     ):

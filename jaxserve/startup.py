@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.cache.kv_cache import KVLayout
@@ -23,7 +24,9 @@ from jaxserve.kernels_pallas.matmul import LinearKernel, choose_linear
 from jaxserve.kernels_pallas.paged_attention import XLA, AttentionBackend, choose_attention
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.draft_head import EagleHead, HeadConfig, num_parameters
+from jaxserve.models.draft_head import DraftHead, HeadConfig, num_parameters
+from jaxserve.models.eagle import EagleConfig
+from jaxserve.models.medusa import MedusaConfig
 from jaxserve.models.sharding import check_mesh
 from jaxserve.models.weights import decoder_leaves
 from jaxserve.progress import CompileProgress
@@ -58,14 +61,17 @@ class Parts(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model that is described but not loaded yet; `load` puts it on the device."""
+    """A model that is described but not loaded yet; `load` puts it on the device.
 
-    config: ModelConfig
+    head: of a draft head; `config` is then that of its layer, None where it has none
+    """
+
+    config: ModelConfig | None
     dtype: jnp.dtype
     tokenizer: Tokenizer | None
-    load: Callable[[], Decoder | EagleHead]
+    load: Callable[[], Decoder | DraftHead]
     defaults: SamplingParams = SamplingParams()
-    head: HeadConfig | None = None  # of a draft head; `config` is then that of its layer
+    head: HeadConfig | None = None
 
 
 class Prepared(NamedTuple):
@@ -126,7 +132,7 @@ def prepare(
     config: EngineConfig,
     decoder: Decoder | None,
     tokenizer: Tokenizer | None,
-    draft_decoder: Decoder | EagleHead | None = None,
+    draft_decoder: Decoder | DraftHead | None = None,
 ) -> Prepared:
     """Everything that is decided before the weights are loaded. ValueError for options that do not go together."""
     model = _given(config, decoder, tokenizer) if decoder is not None else _named(config, tokenizer)
@@ -136,7 +142,7 @@ def prepare(
     draft = _draft_model(config, model, draft_decoder)
     attention = _choose_attention(config, model, draft, wanted_len)
     layout = _layout(model, config.page_size or attention.page_size)
-    if draft is not None:
+    if draft is not None and draft.config is not None:
         layout = replace(layout, draft=_layout(draft, layout.page_size))
     plan = _plan_memory(config, model, draft, layout, wanted_len)
     max_len = _fit_length(config, wanted_len, plan)
@@ -146,7 +152,7 @@ def prepare(
             f"least max_model_len={max_len}, so that every prompt fits one step"
         )
     if draft is not None:
-        _check_draft(draft, model, max_len)
+        _check_draft(draft, model, max_len, config.speculative_config.num_speculative_tokens)
     linear = choose_linear(
         config.linear_backend,
         model.dtype,
@@ -162,7 +168,7 @@ def start(
     config: EngineConfig,
     decoder: Decoder | None,
     tokenizer: Tokenizer | None,
-    draft_decoder: Decoder | EagleHead | None,
+    draft_decoder: Decoder | DraftHead | None,
     progress: CompileProgress,
 ) -> Parts:
     """Build everything that an engine needs; `progress` hears of warm-up. ValueError for options that do not fit."""
@@ -205,7 +211,7 @@ def start(
             config.scheduling_policy, max_num_seqs=config.max_num_seqs, priority_aging_s=config.priority_aging_s
         ),
         draft_lengths=controller,
-        recomputes_last=draft is not None and draft.head is not None,
+        recomputes_last=draft is not None and isinstance(draft.head, EagleConfig),
     )
     if config.compile == "warmup":
         runner.warm_up(progress)
@@ -236,12 +242,12 @@ def _choose_attention(config: EngineConfig, model: Model, draft: Model | None, m
             mesh=config.mesh,
         )
         for one in (model, draft)
-        if one is not None
+        if one is not None and one.config is not None
     ]
     return chosen[0] if len({(backend.name, backend.work) for backend in chosen}) == 1 else XLA
 
 
-def _draft_model(config: EngineConfig, model: Model, decoder: Decoder | EagleHead | None) -> Model | None:
+def _draft_model(config: EngineConfig, model: Model, decoder: Decoder | DraftHead | None) -> Model | None:
     """The model or head that proposes tokens, in the dtype of the model, whose pages it shares."""
     speculative = config.speculative_config
     if speculative is None or speculative.method == "ngram":
@@ -258,6 +264,8 @@ def _draft_model(config: EngineConfig, model: Model, decoder: Decoder | EagleHea
     folder = model_folder(speculative.model)
     if method != "draft_model":
         head = read_head(folder, method, model.config)
+        if isinstance(head, MedusaConfig):  # what is not used is not loaded
+            head = replace(head, num_heads=min(head.num_heads, speculative.num_speculative_tokens))
         return Model(head.layer, model.dtype, None, lambda: load_head(folder, head, model.dtype), head=head)
     described = read_config(folder, max_model_len=config.max_model_len)
     tokenizer = Tokenizer.from_folder(folder, vocab_size=described.vocab_size) if model.tokenizer is not None else None
@@ -265,12 +273,12 @@ def _draft_model(config: EngineConfig, model: Model, decoder: Decoder | EagleHea
     return Model(described, model.dtype, tokenizer, load)
 
 
-def _given_draft(decoder: Decoder | EagleHead, method: str, model: Model) -> Model:
-    is_head = isinstance(decoder, EagleHead)
+def _given_draft(decoder: Decoder | DraftHead, method: str, model: Model) -> Model:
+    is_head = isinstance(decoder, DraftHead)
     own = decoder.config.method if is_head else "draft_model"
     if own != method:
         raise ValueError(f"draft_decoder: it is one for the method {own!r} and must be one for {method!r}")
-    dtype = (decoder.layer.qkv if is_head else decoder.embed)[...].dtype
+    dtype = jax.tree.leaves(nnx.state(decoder, nnx.Param))[0].dtype
     if dtype != model.dtype:
         raise ValueError(f"draft_decoder: its dtype {dtype} must be the model's {model.dtype}")
     config = decoder.config.layer if is_head else decoder.config
@@ -283,18 +291,23 @@ def _draft_products(draft: Model | None) -> dict[str, tuple[int, int]]:
     return {f"the draft's {name}": size for name, size in (draft.head or draft.config).products.items()}
 
 
-def _check_draft(draft: Model, model: Model, max_len: int) -> None:
-    """ValueError unless a draft model's tokens are the model's and its context is long enough."""
+def _check_draft(draft: Model, model: Model, max_len: int, most: int) -> None:
+    """ValueError unless a draft model's tokens are the model's, its context is long enough, and `most` drafts can be
+    had from it."""
+    if isinstance(draft.head, MedusaConfig) and draft.head.num_heads < most:
+        rule = f"at most {draft.head.num_heads}, the number of heads of speculative_config.model"
+        raise ValueError(f"speculative_config.num_speculative_tokens={most}: it must be {rule}")
     if draft.head is not None and draft.head.target_hidden != model.config.hidden_size:
         width = draft.head.target_hidden
         raise ValueError(f"draft_decoder: it is a head for hidden_size={width}, not {model.config.hidden_size}")
-    own, other = model.config.vocab_size, draft.config.vocab_size
+    own, other = model.config.vocab_size, (draft.head or draft.config).vocab_size
     if own != other:
         raise ValueError(f"speculative_config.model: its vocab_size={other} must be the model's {own}")
     if draft.tokenizer is not None and draft.tokenizer.backend.get_vocab() != model.tokenizer.backend.get_vocab():
         raise ValueError("speculative_config.model: its tokenizer must be the model's, and has other tokens")
-    longest = draft.config.max_position_embeddings
-    if longest < max_len and draft.head is None:  # beyond its context a head is only right less often
+    if draft.head is not None:  # beyond its context it is only right less often
+        return
+    if (longest := draft.config.max_position_embeddings) < max_len:
         raise ValueError(
             f"max_model_len={max_len}: it must be at most max_position_embeddings={longest} of speculative_config.model"
         )
@@ -363,7 +376,7 @@ def _plan_memory(config: EngineConfig, model: Model, draft: Model | None, layout
     workspace = 4 * sampled * model.config.vocab_size * 3 + 4 * tokens * widest
     workspace += rows * (bytes_per_slot(model.config.vocab_size) + _draft_logits_bytes(config, model))
     if draft is not None and draft.head is not None:
-        workspace += rows * KEPT_STATES * draft.config.hidden_size * itemsize
+        workspace += rows * KEPT_STATES * draft.head.state_size * itemsize
     device = jax.local_devices()[0]
     return plan_memory(
         layout,

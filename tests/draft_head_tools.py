@@ -12,12 +12,14 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxserve.models.decoder import Decoder, causal_attention
-from jaxserve.models.draft_head import EagleHead, HeadConfig, random_head
+from jaxserve.models.draft_head import random_head
+from jaxserve.models.eagle import EagleConfig, EagleHead
 
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, DIM = 64, 96, 300, 4, 2, 16
 EPS, THETA = 1e-5, 10000.0
 DRAFT_IDS = np.arange(3, VOCAB, 3)  # a reduced draft vocabulary
 LONGEST = 96
+MEDUSA_HEADS, MEDUSA_LAYERS = 4, 2
 AUX = (0, 1, 2)  # the tiny target has two layers
 
 
@@ -26,6 +28,16 @@ def head_tensors(method: str, *, reduced: bool, bias: bool = False, seed: int = 
     random = np.random.default_rng(seed)
     matrix = lambda rows, columns: (random.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
     vector = lambda: (1 + 0.2 * random.standard_normal(HIDDEN)).astype(np.float32)
+    if method == "medusa":
+        tensors = {}
+        for head in range(MEDUSA_HEADS):
+            for layer in range(MEDUSA_LAYERS):
+                name = f"blocks.{head}.layers.{layer}."
+                tensors[name + "weight"] = matrix(HIDDEN, HIDDEN)
+                if bias:
+                    tensors[name + "bias"] = 0.2 * vector()
+            tensors[f"lm_heads.{head}.weight"] = matrix(len(DRAFT_IDS) if reduced else VOCAB, HIDDEN)
+        return tensors | ({"token_map": random.permutation(DRAFT_IDS)} if reduced else {})
     third = method == "eagle3"
     layer = "midlayer." if third else "layers.0."
     wide = 2 * HIDDEN if third else HIDDEN
@@ -73,7 +85,8 @@ def write_head(folder: Path, method: str, tensors: dict[str, np.ndarray], **chan
 def tiny_head(target: Decoder, token_ids: np.ndarray) -> EagleHead:
     """A random EAGLE-1 head of the target's own shape that knows some of its tokens."""
     layer = replace(target.config, num_layers=1, windows=(None,), uses_rope=(True,), tie_word_embeddings=False)
-    config = HeadConfig(method="eagle", layer=layer, target_hidden=layer.hidden_size, draft_vocab=len(token_ids))
+    sizes = {"vocab_size": layer.vocab_size, "target_hidden": layer.hidden_size, "draft_vocab": len(token_ids)}
+    config = EagleConfig(method="eagle", layer=layer, **sizes)
     return random_head(config, token_ids=token_ids, dtype=target.embed[...].dtype)
 
 
@@ -95,9 +108,10 @@ class Recipe:
     """Drafts of a head over a target, in float64, from the tensors as they are stored."""
 
     def __init__(self, method: str, tensors: dict[str, np.ndarray], decoder):
-        self.third = method == "eagle3"
+        self.method, self.third = method, method == "eagle3"
         plain = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
-        self.w = {name: value.astype(np.float64) for name, value in plain.items() if name not in ("d2t", "t2d")}
+        maps = "d2t", "t2d", "token_map"
+        self.w = {name: value.astype(np.float64) for name, value in plain.items() if name not in maps}
         self.decoder = decoder
         self.embed = np.asarray(decoder.embed[...], np.float64)
         self.head = self.w.get("lm_head.weight", self.embed)  # [tokens, hidden]; the tiny target's is tied
@@ -105,20 +119,33 @@ class Recipe:
         if "d2t" in tensors:
             self.ids = np.arange(len(tensors["d2t"])) + tensors["d2t"]
             self.head = self.w.get("lm_head.weight", self.embed[self.ids])
+        if "token_map" in tensors:
+            self.ids = tensors["token_map"]
 
     def drafts(self, tokens: list[int], count: int) -> tuple[list[int], float]:
         """`count` tokens after these, and how far ahead of the second the likeliest was at least."""
         states = list(self.target_states(tokens[:-1]))
         drafted, margin, text = [], np.inf, list(tokens)
-        for _ in range(count):
-            states.append(self._next_state(text, states))
-            out = self._norm(states[-1], "norm.weight") if self.third else states[-1]
-            logits = self.head @ out
+        for index in range(count):
+            logits = self._guess(index, states[-1]) if self.method == "medusa" else self._continue(text, states)
             first, second = np.sort(logits)[:-3:-1]
             margin = min(margin, first - second)
             drafted.append(int(self.ids[logits.argmax()]))
             text.append(drafted[-1])
         return drafted, margin
+
+    def _guess(self, head: int, x: np.ndarray) -> np.ndarray:
+        """Logits of a Medusa head from the last state of the target."""
+        for layer in range(MEDUSA_LAYERS):
+            name = f"blocks.{head}.layers.{layer}."
+            y = self.w[name + "weight"] @ x + self.w.get(name + "bias", 0)
+            x = x + y / (1 + np.exp(-y))
+        return self.w[f"lm_heads.{head}.weight"] @ x
+
+    def _continue(self, text: list[int], states: list[np.ndarray]) -> np.ndarray:
+        """Logits of an EAGLE head, which adds its own state to the others."""
+        states.append(self._next_state(text, states))
+        return self.head @ (self._norm(states[-1], "norm.weight") if self.third else states[-1])
 
     def target_states(self, tokens: list[int]) -> np.ndarray:
         """What the head is given of the target for each of these tokens."""

@@ -19,6 +19,8 @@ CASES = [
     pytest.param({"method": "eagle", "reduced": False}, id="eagle", marks=pytest.mark.slow),
     pytest.param({"method": "eagle", "reduced": True, "bias": True}, id="eagle, bias and reduced"),
     pytest.param({"method": "eagle3", "reduced": True}, id="eagle3"),
+    pytest.param({"method": "medusa", "reduced": False}, id="medusa", marks=pytest.mark.slow),
+    pytest.param({"method": "medusa", "reduced": True, "bias": True}, id="medusa, bias and reduced"),
 ]
 
 
@@ -103,6 +105,9 @@ def test_a_head_that_is_right_is_accepted(tmp_path):
         pytest.param("eagle", {"async_scheduling": False}, id="eagle, without overlap", marks=pytest.mark.slow),
         pytest.param("eagle3", {"num_pages": 10}, id="eagle3, preempted"),
         pytest.param("eagle3", {"attention_backend": "xla"}, id="eagle3, xla", marks=pytest.mark.slow),
+        pytest.param("medusa", {}, id="medusa", marks=pytest.mark.slow),
+        pytest.param("medusa", {"num_pages": 10}, id="medusa, preempted"),
+        pytest.param("medusa", {"attention_backend": "xla"}, id="medusa, xla", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_as_without(tmp_path, method, options):

@@ -194,12 +194,12 @@ def _check_tied_head(tensors: dict[str, StoredTensor]) -> None:
         )
 
 
-def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder, from `model.safetensors` or the files of `model.safetensors.index.json`.
+def read_headers(folder: Path, name: str = "model.safetensors") -> dict[str, StoredTensor]:
+    """All tensors of a folder, from the file of this name or the files of `model.safetensors.index.json`.
 
     Checks that every file is there, is as long as its header says, and holds what the index says.
     """
-    single, index_file = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index_file = folder / name, folder / "model.safetensors.index.json"
     if single.is_file():
         return _read_header(single)
     if not index_file.is_file():
@@ -215,9 +215,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         if twice := header.keys() & tensors.keys():
             raise CheckpointError(f"{folder / file_name}: tensor {min(twice)!r} is also in another file")
         tensors |= header
-    for name, file_name in index.items():
-        if name not in tensors or tensors[name].file.name != file_name:
-            raise CheckpointError(f"{index_file}: tensor {name!r} is not in {file_name}")
+    for tensor, file_name in index.items():
+        if tensor not in tensors or tensors[tensor].file.name != file_name:
+            raise CheckpointError(f"{index_file}: tensor {tensor!r} is not in {file_name}")
     return tensors
 
 

@@ -24,7 +24,8 @@ from jaxtyping import Array, Float
 from jaxserve.draft_training.corpus import Shard, read_corpus
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder, rope_tables
-from jaxserve.models.draft_head import EagleHead, HeadConfig, layer_inputs, random_head
+from jaxserve.models.draft_head import random_head
+from jaxserve.models.eagle import EagleConfig, EagleHead, layer_inputs
 from jaxserve.validation import is_integer, is_number, require
 
 Params = Any  # an nnx.State, whose annotation type checkers cannot read
@@ -142,7 +143,9 @@ def _new_head(target: Decoder, corpus: Path, shards: int, options: TrainingOptio
                 np.add.at(counts, tokens[start:length], 1)
         ids = np.sort(np.argsort(-counts, kind="stable")[: options.draft_vocab])
     known = None if ids is None else len(ids)
-    described = HeadConfig(method="eagle", layer=layer, target_hidden=config.hidden_size, draft_vocab=known)
+    described = EagleConfig(
+        method="eagle", layer=layer, vocab_size=config.vocab_size, target_hidden=config.hidden_size, draft_vocab=known
+    )
     head = random_head(described, options.seed, token_ids=ids)
     hidden = config.hidden_size
     head.layer.fc[...] = head.layer.fc[...].at[hidden:].set(jnp.eye(hidden))

@@ -1,5 +1,7 @@
 """Programs that propose draft tokens, behind each slot's history, and the one that reads them back for the host."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,10 +10,10 @@ from jaxtyping import Array, Float32, Int32
 from jaxserve.cache.kv_cache import KVCache
 from jaxserve.kernels_pallas.verify_draft import blocks
 from jaxserve.runner.head import logits_of, sampling_rows
-from jaxserve.runner.inputs import unpack_drafts
+from jaxserve.runner.inputs import DraftInputs, unpack_drafts
 from jaxserve.runner.slots import KEPT_STATES, Slots
-from jaxserve.runner.step import StepDefinition, locate, new_pages, run_head_layer, run_layers
-from jaxserve.runner.weights import HeadDefinition, Weights
+from jaxserve.runner.step import StepDefinition, extent, locate, new_pages, run_head_layer, run_layers
+from jaxserve.runner.weights import EagleDefinition, MedusaDefinition, MedusaWeights, Weights
 from jaxserve.sampling.processing import asked, process
 from jaxserve.sampling_params import COLDEST
 from jaxserve.speculative.ngram import NgramProposer
@@ -74,18 +76,30 @@ def read_drafts(slots: Slots, *, count: int) -> Int32[Array, "slots count"]:
 def propose_by_model(
     step: StepDefinition, weights: Weights, kv: KVCache, slots: Slots, packed: Int32[Array, " size"], *, rows: int
 ) -> tuple[KVCache, Slots]:
-    """Draft tokens for at most `rows` slots. The draft model or head decodes them one by one."""
+    """Draft tokens for at most `rows` slots, by a draft model or a head."""
     inputs = unpack_drafts(packed, rows, step.max_tokens)
     slots = new_pages(slots, inputs)
+    before = None
+    if slots.states is not None:
+        last = (slots.num_computed.at[inputs.slots].get(mode="clip") - 1) % KEPT_STATES
+        before = slots.states.at[inputs.slots, last].get(mode="clip")
+    num_drafts = jnp.zeros_like(slots.num_drafts).at[inputs.slots].set(inputs.wanted, mode="drop")
+    with jax.named_scope("propose"):
+        if isinstance(step.draft, MedusaDefinition):
+            slots = _guess(step, weights.draft, slots, inputs, before)
+        else:
+            kv, slots = _decode(step, weights, kv, slots, inputs, before)
+    return kv, slots._replace(num_drafts=num_drafts)
+
+
+def _decode(
+    step: StepDefinition, weights: Weights, kv: KVCache, slots: Slots, inputs: DraftInputs, before: Array | None
+) -> tuple[KVCache, Slots]:
+    """The slots with drafts that a draft model or an EAGLE head decodes one by one, and the pages with its keys."""
     row_slots, wanted = inputs.slots, inputs.wanted
     own = len(step.model.layers)
     num_pages, _, _, page_size, _ = kv[0].pages.shape
     offset = jnp.zeros_like(row_slots)
-
-    before = None
-    if slots.states is not None:
-        last = (slots.num_computed.at[row_slots].get(mode="clip") - 1) % KEPT_STATES
-        before = slots.states.at[row_slots, last].get(mode="clip")
 
     def one(index: Array, carry: tuple) -> tuple:
         draft_kv, now, before = carry
@@ -96,7 +110,7 @@ def propose_by_model(
         prepared = step.attention.prepare(
             work, slots.page_table[0], where.slot, where.position, num_pages=num_pages, page_size=page_size
         )
-        if isinstance(step.draft, HeadDefinition):
+        if isinstance(step.draft, EagleDefinition):
             hidden, draft_kv = run_head_layer(step, weights, draft_kv, token_ids, before, where, prepared)
             before, known = hidden, weights.draft.token_ids
         else:
@@ -108,7 +122,28 @@ def propose_by_model(
         logits = logits_of(head, hidden, step.linear(where.count))
         return draft_kv, put_drafts(step, now, logits, token_slot, index, where.position + 1, known), before
 
-    with jax.named_scope("propose"):
-        draft_kv, slots, _ = lax.fori_loop(0, wanted.max(), one, (kv[own:], slots, before))
-    num_drafts = jnp.zeros_like(slots.num_drafts).at[row_slots].set(wanted, mode="drop")
-    return kv[:own] + draft_kv, slots._replace(num_drafts=num_drafts)
+    draft_kv, slots, _ = lax.fori_loop(0, wanted.max(), one, (kv[own:], slots, before))
+    return kv[:own] + draft_kv, slots
+
+
+def _guess(step: StepDefinition, draft: MedusaWeights, slots: Slots, inputs: DraftInputs, state: Array) -> Slots:
+    """The slots with drafts of Medusa heads, the i-th from the i-th head, all from the state before the last token."""
+    start = slots.num_computed.at[inputs.slots].get(mode="clip") + 1
+
+    def logits_by(number: int) -> Callable[[Array, Array], Array]:
+        block = step.draft.block.build(draft.blocks[number])
+        head = draft.lm_heads[min(number, len(draft.lm_heads) - 1)]
+        return lambda state, count: logits_of(head, block(state, step.linear(count)), step.linear(count))
+
+    heads = [logits_by(number) for number in range(len(draft.blocks))]
+
+    def one(index: Array, now: Slots) -> Slots:
+        token_slot = jnp.where(index < inputs.wanted, inputs.slots, slots.num_slots)
+        logits = lax.switch(index, heads, state, extent(token_slot < slots.num_slots))
+        return put_drafts(step, now, logits, token_slot, index, start + index, draft.token_ids)
+
+    if step.branches:
+        return lax.fori_loop(0, inputs.wanted.max(), one, slots)
+    for number in range(len(heads)):  # one command buffer; `switch` of a constant is no branch
+        slots = one(jnp.int32(number), slots)
+    return slots

@@ -17,14 +17,14 @@ from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.kernels_pallas.verify_draft import choose_verify
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.draft_head import EagleHead
+from jaxserve.models.draft_head import DraftHead
 from jaxserve.runner import head, inputs, slots
 from jaxserve.runner.compilation import Compiler, Program
 from jaxserve.runner.head import Sampled
 from jaxserve.runner.inputs import Runs, ScoreRow
 from jaxserve.runner.programs import COPIES, Programs
 from jaxserve.runner.step import StepDefinition
-from jaxserve.runner.weights import HeadDefinition, Weights, flatten, flatten_head, share_head
+from jaxserve.runner.weights import EagleDefinition, Weights, flatten, flatten_head, share_head
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets
@@ -110,7 +110,7 @@ class Runner:
         mesh: jax.sharding.Mesh | None = None,
         cache_dir: Path | None = None,
         proposer: NgramProposer | None = None,
-        draft: Decoder | EagleHead | None = None,
+        draft: Decoder | DraftHead | None = None,
         acceptance: str = "agreement",
         max_drafts: int = 0,
         constrains: bool = False,
@@ -118,11 +118,11 @@ class Runner:
         definition, self.weights = flatten(model)
         draft_definition = state = None
         if draft is not None:
-            is_head = isinstance(draft, EagleHead)
+            is_head = isinstance(draft, DraftHead)
             draft_definition, draft_weights = flatten_head(draft, self.weights) if is_head else flatten(draft)
             self.weights = self.weights._replace(draft=draft_weights)
             if is_head:
-                state = jax.ShapeDtypeStruct((draft.config.layer.hidden_size,), self.weights.embed.dtype)
+                state = jax.ShapeDtypeStruct((draft.config.state_size,), self.weights.embed.dtype)
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.max_len = max_len
@@ -292,7 +292,7 @@ class Runner:
         """
         held, self.weights = [self.weights], None
         self.weights = replace(held)
-        if isinstance(draft := self.step.draft, HeadDefinition):
+        if isinstance(draft := self.step.draft, EagleDefinition):
             self.weights = self.weights._replace(draft=share_head(draft, self.weights.draft, self.weights.head))
 
     def close(self) -> None:

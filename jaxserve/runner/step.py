@@ -35,10 +35,10 @@ from jaxserve.kernels_pallas.matmul import LinearKernel
 from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.kernels_pallas.verify_draft import REFERENCE, VerifyBackend
 from jaxserve.models import decoder
-from jaxserve.models.draft_head import layer_inputs
+from jaxserve.models.eagle import layer_inputs
 from jaxserve.runner.inputs import BodyInputs, DraftInputs, unpack_body
 from jaxserve.runner.slots import Slots, keep_states, states_before
-from jaxserve.runner.weights import HeadDefinition, HeadWeights, ModelDefinition, Weights
+from jaxserve.runner.weights import EagleDefinition, EagleWeights, MedusaDefinition, ModelDefinition, Weights
 from jaxserve.speculative.ngram import NgramProposer
 
 
@@ -60,7 +60,7 @@ class StepDefinition:
     native_norm: NativeNorm | None = None
     verify: VerifyBackend = REFERENCE
     proposer: NgramProposer | None = None
-    draft: ModelDefinition | HeadDefinition | None = None
+    draft: ModelDefinition | EagleDefinition | MedusaDefinition | None = None
     acceptance: str = "agreement"
     constrains: bool = False  # whether rows may bring masks
 
@@ -143,12 +143,15 @@ def body(
         finite &= jnp.isfinite(hidden).all(-1)
         hidden = step.model.norm.build(weights.norm)(hidden, step.norm(where.count))
     # What proposes sees every token when the target does: its pages are always as far as the target's.
-    if isinstance(step.draft, HeadDefinition):
+    if isinstance(step.draft, EagleDefinition):
         with jax.named_scope("draft_head"):
             states = _states(step, weights.draft, hidden, between, where)
             before = states_before(slots, states, where.slot, where.position)
             layers_kv += run_head_layer(step, weights, kv[own:], token_ids, before, where, prepared)[1]
             slots = keep_states(slots, states, where.slot, where.position)
+    elif isinstance(step.draft, MedusaDefinition):
+        with jax.named_scope("draft_head"):
+            slots = keep_states(slots, hidden, where.slot, where.position)
     elif step.draft is not None:
         with jax.named_scope("draft_model"):
             layers_kv += run_layers(step, step.draft, weights.draft, kv[own:], token_ids, where, prepared, [])[1]
@@ -187,8 +190,8 @@ def run_layers(
     return hidden, tuple(layers_kv), finite
 
 
-def _states(step: StepDefinition, head: HeadWeights, hidden: Array, between: list[Array], where: Tokens) -> Array:
-    """What a draft head continues: the model's last hidden rows (EAGLE-1), or a mixture of several (EAGLE-3)."""
+def _states(step: StepDefinition, head: EagleWeights, hidden: Array, between: list[Array], where: Tokens) -> Array:
+    """What an EAGLE head continues: the model's last hidden rows (EAGLE-1), or a mixture of several (EAGLE-3)."""
     if head.fc is None:
         return hidden
     chosen = jnp.concatenate([between[index] for index in step.draft.config.aux_layers], axis=-1)
@@ -198,7 +201,7 @@ def _states(step: StepDefinition, head: HeadWeights, hidden: Array, between: lis
 def run_head_layer(
     step: StepDefinition, weights: Weights, kv: KVCache, token_ids, before: Array, where: Tokens, prepared
 ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
-    """A draft head's layer over some tokens and the states before them. Returns the next states and its pages."""
+    """An EAGLE head's layer over some tokens and the states before them. Returns the next states and its pages."""
     draft, head = step.draft, weights.draft
     embed = weights.embed if head.embed is None else head.embed
     embedded = jnp.take(embed, token_ids, axis=0, mode="clip")

@@ -11,7 +11,9 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.draft_head import EagleHead, HeadConfig
+from jaxserve.models.draft_head import DraftHead
+from jaxserve.models.eagle import EagleConfig
+from jaxserve.models.medusa import MedusaConfig
 from jaxserve.models.weights import decoder_leaves
 
 
@@ -25,17 +27,25 @@ class Weights(NamedTuple):
     layers: tuple[tuple[Array, ...], ...]
     norm: tuple[Array, ...]
     head: Float[Array, "hidden vocab"]
-    draft: "Weights | HeadWeights | None" = None
+    draft: "Weights | EagleWeights | MedusaWeights | None" = None
 
 
-class HeadWeights(NamedTuple):
-    """The arrays of a draft head; see `models.draft_head`. `head` and `embed` are None where it uses the model's."""
+class EagleWeights(NamedTuple):
+    """The arrays of an EAGLE head; see `models.eagle`. `head` and `embed` are None where it uses the model's."""
 
     layer: tuple[Array, ...]
     norm: tuple[Array, ...]  # empty where there is none
     fc: Float[Array, "target_hidden hidden"] | None
     embed: Float[Array, "vocab hidden"] | None
     head: Float[Array, "hidden draft_vocab"] | None
+    token_ids: Int32[Array, " draft_vocab"] | None
+
+
+class MedusaWeights(NamedTuple):
+    """The arrays of Medusa heads; see `models.medusa`."""
+
+    blocks: tuple[tuple[Array, ...], ...]
+    lm_heads: tuple[Float[Array, "hidden draft_vocab"], ...]
     token_ids: Int32[Array, " draft_vocab"] | None
 
 
@@ -58,12 +68,19 @@ class ModelDefinition(NamedTuple):
     norm: ModuleDefinition
 
 
-class HeadDefinition(NamedTuple):
-    """What is static in a draft head."""
+class EagleDefinition(NamedTuple):
+    """What is static in an EAGLE head."""
 
-    config: HeadConfig
+    config: EagleConfig
     layer: ModuleDefinition
     norm: ModuleDefinition | None
+
+
+class MedusaDefinition(NamedTuple):
+    """What is static in Medusa heads, whose blocks have one structure."""
+
+    config: MedusaConfig
+    block: ModuleDefinition
 
 
 def flatten(model: Decoder) -> tuple[ModelDefinition, Weights]:
@@ -76,19 +93,30 @@ def flatten(model: Decoder) -> tuple[ModelDefinition, Weights]:
     return definition, Weights(embed, tuple(leaves for _, leaves in layers), norm_leaves, head)
 
 
-def flatten_head(head: EagleHead, weights: Weights) -> tuple[HeadDefinition, HeadWeights]:
+def flatten_head(
+    head: DraftHead, weights: Weights
+) -> tuple[EagleDefinition | MedusaDefinition, EagleWeights | MedusaWeights]:
     """The static and the array part of a draft head for a model with these weights."""
+    if isinstance(head.config, MedusaConfig):
+        return _flatten_medusa(head)
     layer, leaves = _split(head.layer)
     norm, norm_leaves = (None, ()) if head.norm is None else _split(head.norm)
     fc, embed, own_head, ids = (
         None if variable is None else variable[...] for variable in (head.fc, head.embed, head.head, head.token_ids)
     )
-    definition = HeadDefinition(head.config, layer, norm)
-    return definition, share_head(definition, HeadWeights(leaves, norm_leaves, fc, embed, own_head, ids), weights.head)
+    definition = EagleDefinition(head.config, layer, norm)
+    return definition, share_head(definition, EagleWeights(leaves, norm_leaves, fc, embed, own_head, ids), weights.head)
 
 
-def share_head(definition: HeadDefinition, head: HeadWeights, target: Float[Array, "hidden vocab"]) -> HeadWeights:
-    """A draft head's weights with the columns of the target's head that it uses, if it has no head of its own."""
+def _flatten_medusa(head: DraftHead) -> tuple[MedusaDefinition, MedusaWeights]:
+    blocks = [_split(block) for block in head.blocks]
+    ids = None if head.token_ids is None else head.token_ids[...]
+    weights = MedusaWeights(tuple(leaves for _, leaves in blocks), tuple(one[...] for one in head.lm_heads), ids)
+    return MedusaDefinition(head.config, blocks[0][0]), weights
+
+
+def share_head(definition: EagleDefinition, head: EagleWeights, target: Float[Array, "hidden vocab"]) -> EagleWeights:
+    """An EAGLE head's weights with the columns of the target's head that it uses, if it has no head of its own."""
     if definition.config.own_head or head.token_ids is None:
         return head
     return head._replace(head=_columns(target, head.token_ids))
