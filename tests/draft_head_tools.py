@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from jaxserve.models.decoder import Decoder, causal_attention
 from jaxserve.models.draft_head import random_head
 from jaxserve.models.eagle import EagleConfig, EagleHead
+from jaxserve.models.medusa import MedusaConfig, MedusaHeads
 
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, DIM = 64, 96, 300, 4, 2, 16
 EPS, THETA = 1e-5, 10000.0
@@ -87,6 +88,13 @@ def tiny_head(target: Decoder, token_ids: np.ndarray) -> EagleHead:
     layer = replace(target.config, num_layers=1, windows=(None,), uses_rope=(True,), tie_word_embeddings=False)
     sizes = {"vocab_size": layer.vocab_size, "target_hidden": layer.hidden_size, "draft_vocab": len(token_ids)}
     config = EagleConfig(method="eagle", layer=layer, **sizes)
+    return random_head(config, token_ids=token_ids, dtype=target.embed[...].dtype)
+
+
+def tiny_medusa(target: Decoder, token_ids: np.ndarray, num_heads: int = 3) -> MedusaHeads:
+    """Random Medusa heads that know some of the target's tokens."""
+    sizes = {"vocab_size": target.config.vocab_size, "target_hidden": target.config.hidden_size}
+    config = MedusaConfig(**sizes, draft_vocab=len(token_ids), num_heads=num_heads)
     return random_head(config, token_ids=token_ids, dtype=target.embed[...].dtype)
 
 

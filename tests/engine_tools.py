@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import jax.numpy as jnp
+from hypothesis import strategies as st
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.models.config import ModelConfig
@@ -75,6 +76,36 @@ def requests_for(vocab: int, count: int, seed: int = 0, longest: int = 150, max_
         )
         requests.append((prompt, params))
     return requests
+
+
+@st.composite
+def repetitive_requests(draw):
+    """Prompts that repeat themselves, with any parameters, so that drafts are accepted and rejected."""
+    piece = draw(st.lists(st.integers(8, 20), min_size=1, max_size=5))
+    prompt = (piece * draw(st.integers(1, 8)))[: draw(st.integers(1, 30))]
+    params = {
+        "max_tokens": draw(st.integers(1, 40)),
+        "temperature": draw(st.sampled_from([0.0, 0.0, 0.7, 1.0])),
+        "seed": draw(st.integers(0, 9)),
+        "n": draw(st.sampled_from([1, 1, 2])),
+        "logprobs": draw(st.sampled_from([None, 0, 3, -1])),
+        "repetition_penalty": draw(st.sampled_from([1.0, 0.5, 1.3])),
+        "frequency_penalty": draw(st.sampled_from([0.0, -1.0, 0.5])),
+        "presence_penalty": draw(st.sampled_from([0.0, -1.0])),
+        "top_k": draw(st.sampled_from([0, 3])),
+        "top_p": draw(st.sampled_from([1.0, 0.8])),
+        "min_p": draw(st.sampled_from([0.0, 0.2])),
+    }
+    if draw(st.booleans()):
+        params["logit_bias"] = dict.fromkeys(draw(st.sets(st.integers(8, 20), min_size=1, max_size=4)), 30.0)
+    if draw(st.booleans()):
+        params["allowed_token_ids"] = tuple(sorted(draw(st.sets(st.integers(5, 20), min_size=2, max_size=6))))
+        params.pop("logit_bias", None)
+    if draw(st.booleans()):
+        params["stop_token_ids"] = (draw(st.integers(8, 20)),)
+        if "allowed_token_ids" not in params:
+            params["min_tokens"] = draw(st.integers(0, params["max_tokens"]))
+    return prompt, SamplingParams(**params)
 
 
 def run(engine: Engine, requests: Requests) -> list[RequestOutput]:

@@ -31,7 +31,7 @@ def allowed_temporary(case: Case) -> int:
     """64 MiB, and beside them the logits, or in the larger token buckets what a layer makes of its rows: the residual
     stream and its norm, the fused products, queries and results by head, the gated product."""
     config = ModelConfig.from_hf(MODELS[case.model])
-    if case.program in ("head", "greedy_head", "score", "score_all"):
+    if case.program in ("head", "masked_head", "greedy_head", "score", "score_all"):
         forms = 3 if case.program == "head" and case.bucket > 64 else 1
         return 64 * MIB + forms * 4 * case.bucket * config.vocab_size
     if case.bucket <= 64:
@@ -61,7 +61,8 @@ def faults(compiled: Compiled) -> list[str]:
     ]
     found += [f"{kernel.name} multiplies one after the other" for kernel in compiled.kernels if kernel.serialized]
     small = len(compiled.thunks) < 5 and set(compiled.thunks) <= {"kCustomKernel", "kCopy", "kMemset"}
-    loops = case.program == "propose_by_model" and compiled.thunks.count("kWhile") == 1  # one command buffer a draft
+    loops = case.program == "propose_by_model" and case.speculates != "medusa"  # one command buffer a draft
+    loops &= compiled.thunks.count("kWhile") == 1
     if compiled.thunks != ["kCommandBuffer"] and not small and not loops:
         found.append(f"not one command buffer: {compiled.thunks}")
     if case.program == "body" and compiled.commands.get("kCustomCall", 0) < case.layers * (

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import scipy.stats
-from draft_head_tools import tiny_head
+from draft_head_tools import tiny_head, tiny_medusa
 from engine_tools import assert_same, requests_for, run, run_alone, tiny_decoder, tiny_engine
 
 from jaxserve import SamplingParams, startup
@@ -33,6 +33,7 @@ METHODS = {
     "draft_model": {"method": "draft_model"},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     "eagle": {"method": "eagle"},  # a head that knows three of the four tokens
+    "medusa": {"method": "medusa"},  # likewise
 }
 
 
@@ -72,12 +73,16 @@ def joint_distribution(logprobs, params: SamplingParams) -> np.ndarray:
     return joint
 
 
-@pytest.fixture(scope="module", params=["draft_model", "ngram", pytest.param("eagle", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["draft_model", "ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "medusa"))],
+)
 def engine(request):
     config = {**METHODS[request.param], "num_speculative_tokens": LENGTH, "length_control": "fixed"}
     drafts = {
         "draft_model": lambda: decoder(num_hidden_layers=1, rope_theta=100.0),
         "eagle": lambda: tiny_head(decoder(), np.array([0, 1, 3])),
+        "medusa": lambda: tiny_medusa(decoder(), np.array([0, 1, 3]), LENGTH),
     }
     draft = drafts.get(request.param, lambda: None)()
     config["acceptance"] = "rejection"

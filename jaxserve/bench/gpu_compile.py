@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -34,12 +35,23 @@ from jaxserve.kernels_pallas.paged_attention.mosaic import mosaic_attention
 from jaxserve.kernels_pallas.verify_draft import mosaic_backend as mosaic_verify
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.eagle import EagleConfig
+from jaxserve.models.medusa import MedusaConfig
 from jaxserve.runner import slots
 from jaxserve.runner.compilation import Program
 from jaxserve.runner.head import SCORE_ROWS
 from jaxserve.runner.programs import COPIES, Programs
 from jaxserve.runner.step import StepDefinition
-from jaxserve.runner.weights import ModelDefinition, Weights, flatten
+from jaxserve.runner.weights import (
+    EagleDefinition,
+    EagleWeights,
+    MedusaDefinition,
+    MedusaWeights,
+    ModelDefinition,
+    Weights,
+    flatten,
+    flatten_head,
+)
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduler.buckets import Buckets
 from jaxserve.speculative.ngram import NgramProposer
@@ -50,6 +62,7 @@ DTYPE = jnp.dtype("bfloat16")
 PAGE_SIZE, MAX_LEN = 64, 8192
 BUCKETS = Buckets.make(max_num_batched_tokens=2048, max_num_seqs=256)
 DRAFTS = 7
+DRAFT_VOCAB, MEDUSA_HEADS = 32000, 4
 POOL_BYTES = 16 * 2**30  # of the whole model
 
 
@@ -58,7 +71,8 @@ class Case:
     """A program of an engine for a model of `MODELS` cut to some of its layers, in one bucket.
 
     speculates: with drafts, `ngram` from a request's own text, `draft_model` by the same model with one layer, accepted
-        by rejection sampling
+        by rejection sampling, `eagle` and `medusa` by a head that knows `DRAFT_VOCAB` tokens
+    constrains: with grammars
     """
 
     model: str
@@ -67,9 +81,16 @@ class Case:
     bucket: int
     deterministic: bool = False
     speculates: str | None = None
+    constrains: bool = False
+
+    @property
+    def programs(self) -> Programs:
+        """All programs of the engine."""
+        return describe(self.model, self.layers, self.deterministic, self.speculates, self.constrains)
 
     def __str__(self) -> str:
         mode = (", deterministic" if self.deterministic else "") + (f", {self.speculates}" if self.speculates else "")
+        mode += ", grammars" if self.constrains else ""
         return f"{self.model}, {self.layers} layers, {self.program}[{self.bucket}]{mode}"
 
 
@@ -131,17 +152,21 @@ def unavailable() -> str | None:
 
 
 @cache
-def describe(model: str, layers: int, deterministic: bool, speculates: str | None) -> Programs:
-    """The programs of an engine on Hopper; `deterministic` takes our product instead of XLA's, `speculates` is that of
+def describe(model: str, layers: int, deterministic: bool, speculates: str | None, constrains: bool) -> Programs:
+    """The programs of an engine on Hopper; `deterministic` takes our product instead of XLA's, the others are those of
     `Case`."""
     config = ModelConfig.from_hf(MODELS[model] | {"num_hidden_layers": layers})
     definition, weights_like = _weights(config)
     layout = KVLayout(layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, DTYPE)
-    draft_definition = None
-    if speculates == "draft_model":
-        draft_definition, draft_like = _weights(ModelConfig.from_hf(MODELS[model] | {"num_hidden_layers": 1}))
+    draft_definition = state = None
+    if speculates in ("draft_model", "eagle", "medusa"):
+        one = ModelConfig.from_hf(MODELS[model] | {"num_hidden_layers": 1})
+        draft_definition, draft_like = _weights(one) if speculates == "draft_model" else _head(speculates, one)
         weights_like = weights_like._replace(draft=draft_like)
+    if speculates in ("draft_model", "eagle"):
         layout = replace(layout, draft=replace(layout, num_layers=1))
+    if speculates in ("eagle", "medusa"):
+        state = jax.ShapeDtypeStruct((config.hidden_size,), DTYPE)
     attention = mosaic_backend(
         mosaic_attention(head_dim=config.head_dim, group=config.q_per_group, max_model_len=MAX_LEN)
     )
@@ -155,33 +180,49 @@ def describe(model: str, layers: int, deterministic: bool, speculates: str | Non
         verify=mosaic_verify(),
         proposer=NgramProposer(2, 4, DRAFTS) if speculates == "ngram" else None,
         draft=draft_definition,
-        acceptance="agreement" if draft_definition is None else "rejection",
+        acceptance="rejection" if speculates == "draft_model" else "agreement",
+        constrains=constrains,
     )
     sizes = BUCKETS.rows[-1], MAX_LEN, -(-MAX_LEN // PAGE_SIZE), config.vocab_size
     remembered = DRAFTS if step.keeps_draft_logits else 0
-    slots_like = jax.eval_shape(partial(slots.allocate, *sizes, draft_logits=remembered))
-    num_layers = layers + (draft_definition is not None)
+    slots_like = jax.eval_shape(partial(slots.allocate, *sizes, draft_logits=remembered, state=state))
+    num_layers = layers + (layout.draft is not None)
     num_pages = POOL_BYTES // MODELS[model]["num_hidden_layers"] // (layout.bytes_per_page // num_layers)
     return Programs(step, weights_like, kv_cache.abstract(layout, num_pages), slots_like, BUCKETS)
 
 
 def _weights(config: ModelConfig) -> tuple[ModelDefinition, Weights]:
     """A model and the shapes of its weights."""
+    return _shapes(lambda: flatten(Decoder(config, rngs=None, dtype=DTYPE)))
+
+
+def _head(method: str, layer: ModelConfig) -> tuple[EagleDefinition | MedusaDefinition, EagleWeights | MedusaWeights]:
+    """A draft head for a model like this layer, and the shapes of its weights."""
+    sizes = {"vocab_size": layer.vocab_size, "target_hidden": layer.hidden_size, "draft_vocab": DRAFT_VOCAB}
+    if method == "eagle":
+        config = EagleConfig(method=method, layer=replace(layer, tie_word_embeddings=False), **sizes)
+    else:
+        config = MedusaConfig(**sizes, num_heads=MEDUSA_HEADS)
+    _, target = _weights(layer)
+    return _shapes(lambda target: flatten_head(config.new(DTYPE), target), target)
+
+
+def _shapes(flattened: Callable, *arguments) -> tuple:
+    """What is static in what `flattened` returns, and the shapes of its arrays."""
     definitions = []
 
-    def weights():
-        definition, arrays = flatten(Decoder(config, rngs=None, dtype=DTYPE))
+    def arrays(*arguments):
+        definition, arrays = flattened(*arguments)
         definitions.append(definition)
         return arrays
 
-    weights_like = jax.eval_shape(weights)
-    return definitions[0], weights_like
+    like = jax.eval_shape(arrays, *arguments)
+    return definitions[0], like
 
 
 def program_of(case: Case) -> Program:
     """The program of a case."""
-    programs = describe(case.model, case.layers, case.deterministic, case.speculates)
-    found = [program for program in programs.all() if program.key == (case.program, case.bucket)]
+    found = [program for program in case.programs.all() if program.key == (case.program, case.bucket)]
     return found[0]
 
 
@@ -197,7 +238,7 @@ def inspect(case: Case, target: Target) -> Compiled:
         thunks, commands = _thunks(Path(folder))
     memory = compiled.memory_analysis()
     donated = [leaf for index in program.donate for leaf in jax.tree.leaves(program.arguments[index])]
-    layer = describe(case.model, case.layers, case.deterministic, case.speculates).kv[0].pages
+    layer = case.programs.kv[0].pages
     return Compiled(
         case,
         seconds,
@@ -276,12 +317,12 @@ def keys() -> list[tuple[str, int]]:
 
 def cases(*, everything: bool) -> list[Case]:
     """The programs with two layers, and the whole model at one token bucket; or the whole model in all of them."""
+    depth = {model: config["num_hidden_layers"] for model, config in MODELS.items()}
+    if everything:
+        modes = False, True
+        return [Case(model, layers, *key, mode) for model, layers in depth.items() for mode in modes for key in keys()]
     found = []
-    for model, config in MODELS.items():
-        layers = config["num_hidden_layers"]
-        if everything:
-            found += [Case(model, layers, *key, mode) for mode in (False, True) for key in keys()]
-            continue
+    for model, layers in depth.items():
         # The sampling head is by far the largest program, and the same in every bucket.
         found += [Case(model, 2, *key) for key in keys() if key[0] != "head" or key[1] == 64]
         found += [Case(model, 2, "body", tokens, True) for tokens in (8, 128, BUCKETS.tokens[-1])]
@@ -290,7 +331,10 @@ def cases(*, everything: bool) -> list[Case]:
         found += [Case(model, 2, *key, speculates="ngram") for key in step]
         step = [("propose_by_model", 8), ("head", 64)]
         found += [Case(model, 2, *key, speculates="draft_model") for key in step]
-    return found
+    step = [("body", 64), ("propose_by_model", 8)]
+    largest = "Llama-3-8B"
+    found += [Case(largest, 2, *key, speculates=head) for head in ("eagle", "medusa") for key in step]
+    return [*found, Case(largest, 2, "masked_head", 64, constrains=True)]
 
 
 COLUMNS = ("program", "compiled in s", "in place MiB", "temporary MiB", "outside command buffers", "inside them")
