@@ -7,6 +7,7 @@ log-probabilities that an engine without drafts gives after each prefix, filtere
 import itertools
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
@@ -14,7 +15,11 @@ from draft_head_tools import tiny_head, tiny_medusa
 from engine_tools import assert_same, requests_for, run, run_alone, tiny_decoder, tiny_engine
 
 from jaxserve import SamplingParams, startup
+from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.config import ACCEPTANCE_RULES
+from jaxserve.kernels_pallas.paged_attention import XLA
+from jaxserve.runner.runner import Runner
+from jaxserve.scheduler.buckets import Buckets
 from tests.sampling.helpers import exact_distribution
 
 # The whole family of chi-square tests fails by chance with this probability (Bonferroni); seeds are fixed.
@@ -180,6 +185,15 @@ def test_with_fixed_lengths_and_room_for_all_company_changes_nothing(rejecting, 
     """Eight branches: their drafts fit into half of a step, which is what they get while prompts are read."""
     company = requests[:6]
     assert_same(run_alone(rejecting, company[::2]), run(rejecting, company)[::2])
+
+
+def test_a_runner_that_remembers_no_draft_logits_is_refused():
+    """Without them a draft would count as certain."""
+    draft = decoder(num_hidden_layers=1)
+    layout = KVLayout(2, 2, 16, 16, jnp.dtype("float32"), draft=KVLayout(1, 2, 16, 16, jnp.dtype("float32")))
+    sizes = {"layout": layout, "num_pages": 8, "num_slots": 2, "max_len": 32, "buckets": Buckets.make(8, 8)}
+    with pytest.raises(ValueError, match="max_drafts=0"):
+        Runner(decoder(), **sizes, attention=XLA, draft=draft, acceptance="rejection")
 
 
 def test_the_memory_plan_knows_the_draft_logits(rejecting):

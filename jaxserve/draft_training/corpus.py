@@ -22,6 +22,14 @@ SHARD = 64
 _AT_ONCE = 4  # sequences whose hidden states are computed together
 
 
+class Answers(NamedTuple):
+    """Sequences of one length, without their hidden states, which are most of a shard; see the module."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    starts: np.ndarray
+
+
 class Shard(NamedTuple):
     """Sequences of one length; see the module."""
 
@@ -51,7 +59,7 @@ def write_corpus(
     compute = nnx.jit(nnx.vmap(_hidden, in_axes=(None, 0)))
     for first in range(0, len(prompts), SHARD):
         some = [prompt[-(length // 2) :] for prompt in prompts[first : first + SHARD]]
-        file = folder / f"shard-{first // SHARD:05d}.npz"
+        file = shard_file(folder, first // SHARD)
         if file.exists():
             _check_shard(file, some, length)
         else:
@@ -71,12 +79,22 @@ def _check_shard(file: Path, prompts: Sequence[list[int]], length: int) -> None:
         raise ValueError(f"{file}: it answers other prompts or has another length: name another folder")
 
 
-def read_corpus(folder: Path, num_shards: int) -> Iterator[Shard]:
-    """The first shards of a folder."""
+def read_shard(folder: Path, index: int) -> Shard:
+    """One shard of a folder."""
+    with np.load(shard_file(folder, index)) as stored:
+        answers = [stored[name] for name in Answers._fields]
+        return Shard(*answers, stored["hidden"].view(ml_dtypes.bfloat16))
+
+
+def read_answers(folder: Path, num_shards: int) -> Iterator[Answers]:
+    """Of the first shards of a folder all but the hidden states, which are not read."""
     for index in range(num_shards):
-        with np.load(folder / f"shard-{index:05d}.npz") as stored:
-            hidden = stored["hidden"].view(ml_dtypes.bfloat16)
-            yield Shard(stored["tokens"], stored["lengths"], stored["starts"], hidden)
+        with np.load(shard_file(folder, index)) as stored:
+            yield Answers(*(stored[name] for name in Answers._fields))
+
+
+def shard_file(folder: Path, index: int) -> Path:
+    return folder / f"shard-{index:05d}.npz"
 
 
 def num_shards(num_prompts: int) -> int:

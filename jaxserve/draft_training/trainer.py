@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxserve.draft_training.corpus import Shard, read_corpus
+from jaxserve.draft_training.corpus import Shard, read_answers, read_shard
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder, rope_tables
 from jaxserve.models.draft_head import random_head
@@ -89,7 +89,7 @@ def train(
     """
     head = _new_head(target, corpus, shards, options)
     graph, params, rest = nnx.split(head, nnx.Param, ...)
-    sizes = [len(shard.tokens) for shard in read_corpus(corpus, shards)]
+    sizes = [len(answers.tokens) for answers in read_answers(corpus, shards)]
     trained_on = sizes[:-1] or sizes
     per_epoch = sum(-(-size // options.batch_size) for size in trained_on)
     steps = per_epoch * options.epochs
@@ -138,8 +138,8 @@ def _new_head(target: Decoder, corpus: Path, shards: int, options: TrainingOptio
     ids = None
     if options.draft_vocab is not None and options.draft_vocab < config.vocab_size:
         counts = np.zeros(config.vocab_size, np.int64)
-        for shard in read_corpus(corpus, shards):
-            for tokens, start, length in zip(shard.tokens, shard.starts, shard.lengths, strict=True):
+        for answers in read_answers(corpus, shards):
+            for tokens, length, start in zip(*answers, strict=True):
                 np.add.at(counts, tokens[start:length], 1)
         ids = np.sort(np.argsort(-counts, kind="stable")[: options.draft_vocab])
     known = None if ids is None else len(ids)
@@ -280,7 +280,7 @@ def _correct(graph: nnx.GraphDef, params: Params, rest: Params, target: TargetWe
 
 
 def _accuracy(measure: Callable, corpus: Path, index: int, options: TrainingOptions) -> list[float]:
-    [shard] = list(read_corpus(corpus, index + 1))[index:]
+    shard = read_shard(corpus, index)
     counted = [measure(part) for part in _parts(shard, np.arange(len(shard.tokens)), options)]
     right, of = (np.sum(np.stack(values), axis=0) for values in zip(*counted, strict=True))
     return (right / np.maximum(of, 1)).tolist()
@@ -291,7 +291,8 @@ def _accuracy(measure: Callable, corpus: Path, index: int, options: TrainingOpti
 
 def _batches(corpus: Path, shards: int, options: TrainingOptions, epoch: int) -> Iterator[Shard]:
     generator = np.random.default_rng((options.seed, epoch))
-    for shard in read_corpus(corpus, shards):
+    for index in range(shards):
+        shard = read_shard(corpus, index)
         yield from _parts(shard, generator.permutation(len(shard.tokens)), options)
 
 

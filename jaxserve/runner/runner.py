@@ -143,6 +143,8 @@ class Runner:
             acceptance=acceptance,
             constrains=constrains,
         )
+        if self.step.keeps_draft_logits and max_drafts < 1:
+            raise ValueError(f"max_drafts={max_drafts}: with acceptance='rejection' and a draft it must be at least 1")
         devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
         self.compiler = Compiler(cache_dir, devices)
         remembered = max_drafts if self.step.keeps_draft_logits else 0
