@@ -6,6 +6,8 @@ from engine_tools import assert_same, repetitive_requests, requests_for, run, ti
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve import SamplingParams
+
 # One pool of few pages and few buckets: what is compiled for one test serves all.
 SIZES = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
 METHODS = ["draft_model", pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "medusa"]
@@ -33,7 +35,11 @@ def speculating(request, tmp_path_factory):
 
 
 def test_the_same_as_without(plain, speculating):
-    requests = requests_for(300, 14, longest=100, max_tokens=24)
+    growing = [  # together more pages than there are
+        ([20 + index], SamplingParams(temperature=index % 2, seed=index, max_tokens=60, ignore_eos=True, logprobs=0))
+        for index in range(SIZES["max_num_seqs"])
+    ]
+    requests = [*growing, *requests_for(300, 10, longest=100, max_tokens=24)]
     expected = run(plain, requests)
     assert_same(run(speculating, requests), expected)
     assert_same(run(speculating, requests[::4]), expected[::4])  # cached
