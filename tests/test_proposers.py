@@ -55,7 +55,7 @@ def test_any_parameters(plain, speculating, requests):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(COMPANY)
 def test_many_parameters(plain, speculating, requests):
     assert_same(run(speculating, requests), run(plain, requests))
