@@ -36,7 +36,7 @@ WRONG = {
     "mesh": ["model", 2, (1, 2)],
 }
 WRONG_SPECULATION = {
-    "method": ["n-gram", "medusa", None, 1],
+    "method": ["n-gram", "lookahead", None, 1],
     "model": ["a-model", 3],  # the first does not go with the method ngram
     "num_speculative_tokens": [0, -1, 16, 2.0, True, None],
     "acceptance": ["Rejection", "typical", "", None, True],
