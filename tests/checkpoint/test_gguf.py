@@ -291,7 +291,7 @@ def test_demo_model_weights_are_those_of_transformers():
     for i, name in enumerate(TEXTS["weights"]):
         values = found[name].ravel()
         np.testing.assert_array_equal(values[GOLDENS["weight_positions"][i]], GOLDENS["weight_values"][i])
-        np.testing.assert_allclose(np.linalg.norm(values.astype(np.float64)), GOLDENS["weight_norms"][i], rtol=1e-12)
+        np.testing.assert_allclose(np.linalg.norm(values.astype(np.float64)), GOLDENS["weight_norms"][i], rtol=1e-10)
 
 
 @pytest.mark.parametrize(("texts", "ids"), [("prompts", "prompt_ids"), ("encodings", "encoding_ids")])
