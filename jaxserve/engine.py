@@ -21,6 +21,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.draft_head import EagleHead
 from jaxserve.output_processor import OutputProcessor, WantedRows, wanted_rows
 from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.request import GRAMMAR_GAVE_UP, Request, RequestGroup, RequestState
 from jaxserve.runner.inputs import Runs
@@ -131,13 +132,13 @@ class Engine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         arrival_time: float | None = None,
     ) -> None:
         """Queue a request. `prompt` is text, token ids, or a dict with "prompt" or "prompt_token_ids" (or both: the
         text is then what the ids stand for), and maybe "cache_salt". `arrival_time`, by `time.monotonic`, is when
-        its time began; None is now.
+        its time began; None is now. `PoolingParams` ask for the prompt's embedding.
 
         Raises ValueError, naming field, value and rule, for anything that the engine could not honour.
         """
@@ -209,7 +210,8 @@ class Engine:
     def _sample(self, begun: Begun) -> InFlight:
         plan, wanted, computed, dispatched_at = begun
         masks = self._masks(plan, computed) if plan.constrained else None
-        handle = self.runner.sample(computed, masks, scores=wanted.scores, whole=wanted.whole)
+        asked = {"scores": wanted.scores, "whole": wanted.whole, "keep_hidden": bool(wanted.pooled)}
+        handle = self.runner.sample(computed, masks, **asked)
         return InFlight(plan, wanted, handle, dispatched_at)
 
     def _masks(self, plan: StepPlan, computed: Computed) -> np.ndarray:
@@ -262,14 +264,15 @@ class Engine:
         row = sampled_row = generated = 0
         all_finite, tokens = bool(result.finite[: plan.num_tokens].all()), result.tokens.tolist()
         complete, completion, version = self.scheduler.complete, self._outputs.completion, self.weights_version
+        of_prompts = bool(wanted.prompts or wanted.pooled)
         for entry in plan.entries:
             request, _, _, count, sample, drafts, _ = entry
             sampled = tokens[sampled_row : sampled_row + sample + drafts]
             if drafts:
                 del sampled[self._drafts.observe(request, sampled) :]
             finite = all_finite or bool(result.finite[row : row + count + max(len(sampled) - 1, 0)].all())
-            if wanted.prompts and finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
-                self._outputs.score(request, wanted.prompts[request], result)
+            if of_prompts and finite and request.state is not RequestState.FINISHED:
+                self._outputs.take_prompt(request, wanted, result)
             ended = request.finish_reason
             taken = complete(entry, sampled, finite)
             if taken:
@@ -321,6 +324,8 @@ class Engine:
         )
         if first.prompt_logprobs is not None and first.next_to_score is None:
             output.prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, None  # reported once
+        if first.pooled is not None and first.pooled.next_position is None:
+            output.embedding = first.pooled.embedding()
         return output
 
     def _end(self, group: RequestGroup, reason: str, error: str | None, ended: Sequence[CompletionOutput] = ()) -> None:

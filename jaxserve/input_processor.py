@@ -7,12 +7,14 @@ from typing import Any, no_type_check
 import numpy as np
 
 from jaxserve.models.config import ModelConfig
+from jaxserve.pooling import PooledPrompt, Pooler
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import Request, RequestGroup
 from jaxserve.sampling.tables import build_tables
 from jaxserve.sampling_params import SamplingParams, child_seed
 from jaxserve.structured.compiler import Constraint, GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.validation import is_integer
+from jaxserve.validation import is_integer, require
 
 Prompt = str | Sequence[int] | np.ndarray | dict
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -33,11 +35,14 @@ class InputProcessor:
         seed: int,
         defaults: SamplingParams,
         scheduling_policy: str = "fcfs",
+        pooler: Pooler | None = None,
     ):
+        """`pooler` is that of an engine for embeddings."""
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.defaults = defaults
+        self.pooler = pooler
         self._seed = seed
         self._scheduling_policy = scheduling_policy
         self._arrivals = 0
@@ -45,10 +50,15 @@ class InputProcessor:
 
     @no_type_check  # it checks itself: the tests' type checker would come first with another error
     def build(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, arrival_time: float | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams | None,
+        arrival_time: float | None = None,
     ) -> RequestGroup:
         """The branches of a new request; `params` None takes the model's defaults."""
-        params = self.defaults if params is None else params
+        asked = self.defaults if params is None else params
+        params = self._sampling_params(asked)
         text, ids, salt = self._checked(prompt, params)
         stops = self._stops(params)
         tables = build_tables(params, self.model_config.vocab_size, stops, self._encode_word)
@@ -73,17 +83,19 @@ class InputProcessor:
                 fork_of=group.branches[0] if index else None,
                 tables=tables,
                 constraint=self._constraint(params),
+                pooled=PooledPrompt(self.pooler, asked, len(ids)) if isinstance(asked, PoolingParams) else None,
                 arrival_time=arrival_time,
             )
             group.branches.append(request)
         return group
 
     @no_type_check
-    def check(self, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
+    def check(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> dict[str, Any]:
         """Everything that `build` checks, and the prompt as it takes it with the least work: ids and text.
 
         Changes nothing, so a front may call it in any thread while the engine runs.
         """
+        params = self._sampling_params(params)
         text, ids, salt = self._checked(prompt, params)
         build_tables(params, self.model_config.vocab_size, self._stops(params), self._encode_word)
         if params.structured_outputs is not None:
@@ -92,9 +104,25 @@ class InputProcessor:
         return {key: value for key, value in checked.items() if value is not None}
 
     @no_type_check
+    def _sampling_params(self, asked: SamplingParams | PoolingParams) -> SamplingParams:
+        """How the engine computes what is asked for, if it is made for that."""
+        if isinstance(asked, SamplingParams):
+            if self.pooler is not None:
+                raise ValueError("runner='pooling': this engine makes embeddings only: runner must be 'generate' here")
+            return asked
+        if not isinstance(asked, PoolingParams):
+            raise ValueError(f"params={asked!r}: params must be a SamplingParams or a PoolingParams")
+        if self.pooler is None:
+            raise ValueError(
+                "runner='generate': this model is not made for embeddings: its folder has no modules.json of "
+                "sentence-transformers that says so; runner must be 'pooling' to make them all the same"
+            )
+        size = self.model_config.hidden_size
+        rule = f"at most {size}, the size of this model's embeddings"
+        require(asked.dimensions is None or asked.dimensions <= size, "dimensions", asked.dimensions, rule)
+        return asked.sampling_params()
+
     def _checked(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int], str | None]:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r}: params must be a SamplingParams")
         text, ids, salt = self._prompt(prompt)
         self._check_length(ids, params)
         self._check_params(params)

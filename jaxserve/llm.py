@@ -10,7 +10,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.input_processor import Prompt
 from jaxserve.models.decoder import Decoder
-from jaxserve.outputs import BeamSearchOutput, RequestOutput
+from jaxserve.outputs import BeamSearchOutput, EmbeddingOutput, RequestOutput
+from jaxserve.pooling import embedding_of
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.progress import progress_bar
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scoring import Score, Text, pair_up, score_of, scoring_params, split_tokens
@@ -128,6 +130,22 @@ class LLM:
         return [score_of(result, start) for result, (_, start) in zip(results, pairs, strict=True)]
 
     @no_type_check
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[EmbeddingOutput]:
+        """The embedding of each prompt, in input order, by a model that is made for it (`EngineConfig.runner`).
+
+        `pooling_params` is one for all or one each. Raises ValueError for what cannot be honoured before anything is
+        computed.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        return [embedding_of(result) for result in self.generate(prompts, params, use_tqdm=use_tqdm)]
+
+    @no_type_check
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt, as `transformers.generate(num_beams=...)` finds them.
 
@@ -170,7 +188,7 @@ class LLM:
         Leaving the iterator early aborts what still runs. Several may be open at once.
         """
         prompts = _as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        if sampling_params is None or isinstance(sampling_params, SamplingParams | PoolingParams):
             sampling_params = [sampling_params] * len(prompts)
         if not isinstance(sampling_params, Sequence):
             raise ValueError(f"sampling_params={sampling_params!r}: must be a SamplingParams or a sequence of them")

@@ -26,18 +26,27 @@ class PromptRows(NamedTuple):
     whole: int
 
 
+class PooledRows(NamedTuple):
+    """The hidden rows of a step from `row` on are those of a request's positions from `first` on."""
+
+    first: int
+    count: int
+    row: int
+
+
 class WantedRows(NamedTuple):
     """What the step computes besides sampling, in the order in which the results come back."""
 
     scores: list[ScoreRow]
     whole: list[int]  # query rows after which the whole vocabulary is wanted
     prompts: dict[Request, PromptRows]
+    pooled: dict[Request, PooledRows]
     sampled_whole: dict[Request, int]  # where in `whole` the vocabulary of the first sampled token stands
 
 
 def wanted_rows(plan: StepPlan) -> WantedRows:
-    """The log-probabilities that the requests of a plan ask for, besides those that the head gives."""
-    wanted = WantedRows([], [], {}, {})
+    """What the requests of a plan ask for besides what the head gives: log-probabilities and hidden states."""
+    wanted = WantedRows([], [], {}, {}, {})
     row = 0
     for entry in plan.entries if plan.wants_rows else ():
         request = entry.request
@@ -51,6 +60,10 @@ def wanted_rows(plan: StepPlan) -> WantedRows:
                 tokens = request.prompt_token_ids[first:end]
                 wanted.scores.extend(ScoreRow(at, token, max(top, 0)) for at, token in zip(rows, tokens, strict=True))
                 wanted.whole.extend(rows if top < 0 else ())
+        if request.pooled is not None and (position := request.pooled.next_position) is not None:
+            first, end = max(position, entry.start), entry.start + entry.count
+            if first < end:
+                wanted.pooled[request] = PooledRows(first, end - first, row + first - entry.start)
         row += entry.count
         if entry.sample and request.params.logprobs == -1:
             wanted.sampled_whole[request] = len(wanted.whole)
@@ -151,8 +164,14 @@ class OutputProcessor:
         versions = [version] * len(tokens)
         return CompletionOutput(request.index, pushed, tokens, logprobs, cumulative, reason, stop, None, versions)
 
-    def score(self, request: Request, rows: PromptRows, result: StepResult) -> None:
-        """Take the log-probabilities of prompt tokens; those known from before a preemption are the same."""
+    def take_prompt(self, request: Request, wanted: WantedRows, result: StepResult) -> None:
+        """Take what a step tells of a request's prompt; what is known from before a preemption is the same."""
+        if (rows := wanted.prompts.get(request)) is not None:
+            self._score(request, rows, result)
+        if (pooled := wanted.pooled.get(request)) is not None:
+            request.pooled.take(pooled.first, result.hidden[pooled.row : pooled.row + pooled.count])
+
+    def _score(self, request: Request, rows: PromptRows, result: StepResult) -> None:
         wanted = request.params.prompt_logprobs
         for index in range(rows.count):
             if request.next_to_score == rows.first + index:

@@ -15,6 +15,7 @@ from time import monotonic
 
 from jaxserve.cache.block_pool import page_hash
 from jaxserve.outputs import Logprob
+from jaxserve.pooling import PooledPrompt
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative.acceptance import Acceptance
@@ -57,6 +58,7 @@ class Request:
     fork_of: "Request | None" = None
     tables: LogitsTables | None = None
     constraint: Constraint | None = None  # of the output's form; as far as `token_ids`
+    pooled: PooledPrompt | None = None  # what there is so far of an embedding
     arrival_time: float = field(default_factory=monotonic)
 
     state: RequestState = RequestState.WAITING
@@ -64,7 +66,7 @@ class Request:
     # What the parameters say, looked up once: the scheduler asks for every token.
     only_scores: bool = field(init=False)  # no token is sampled (max_tokens=0): it ends when its prompt is computed
     only_greedy: bool = field(init=False)
-    wants_rows: bool = field(init=False)  # log-probabilities besides those that the head gives
+    wants_rows: bool = field(init=False)  # log-probabilities besides those that the head gives, or hidden states
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     slot: int = -1
@@ -95,10 +97,13 @@ class Request:
         self.only_scores = self.max_total_tokens <= len(self.prompt_token_ids)
         self.only_greedy = self.params.only_greedy
         self.wants_rows = self.params.prompt_logprobs is not None or self.params.logprobs == -1
-        self.restart_scores()
+        self.wants_rows |= self.pooled is not None
+        self.restart_prompt()
 
-    def restart_scores(self) -> None:
-        """Score the prompt from its beginning."""
+    def restart_prompt(self) -> None:
+        """Score or pool the prompt from its beginning."""
+        if self.pooled is not None:
+            self.pooled.restart()
         if self.params.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None] * min(max(self.params.prompt_logprobs_start, 1), len(self.token_ids))
 
@@ -107,6 +112,17 @@ class Request:
         """The position of the first prompt token whose log-probability is still to come, or None."""
         scored = self.prompt_logprobs
         return None if scored is None or len(scored) >= len(self.prompt_token_ids) else len(scored)
+
+    @property
+    def needs_hidden_from(self) -> int | None:
+        """The position of the first prompt token whose hidden state is still needed, whatever is cached; None for none.
+
+        A token's log-probability needs the hidden state before it.
+        """
+        if self.pooled is not None:
+            return self.pooled.next_position
+        position = self.next_to_score
+        return None if position is None else position - 1
 
     @property
     def num_prompt_tokens(self) -> int:

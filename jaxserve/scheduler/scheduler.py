@@ -165,8 +165,8 @@ class Scheduler:
         """
         self.pool.drop_cache()
         for request in (*self.running, *self.waiting):
-            if request.next_to_score is not None:  # one version scores the whole prompt
-                request.restart_scores()
+            if request.needs_hidden_from is not None:  # one version scores or pools the whole prompt
+                request.restart_prompt()
         for request in reversed(list(self.running)):
             if recompute or not request.output_token_ids:
                 self._preempt(request)
@@ -416,10 +416,10 @@ class Scheduler:
         names = request.hashes(num_tokens // self.page_size, self.page_size)
         pages = self.pool.lookup(names)
         cached = len(pages) * self.page_size
-        # Cached keys and values are shared, but a token's log-probability needs the hidden state before it.
-        needed = num_tokens if request.next_to_score is None else request.next_to_score
+        # Cached keys and values are shared, but hidden states are not kept.
+        needed = request.needs_hidden_from
         known = max(cached - 1, 0) if self.recomputes_last else cached
-        return pages, min(known, num_tokens - 1, needed - 1), cached
+        return pages, min(known, num_tokens - 1, num_tokens if needed is None else needed), cached
 
     def _start(self, request: Request, plan: StepPlan, pages: list[int], num_computed: int, write_start: int) -> None:
         self.waiting.remove(request)
