@@ -28,6 +28,12 @@ class Request(BaseModel):
     model: str | None = Field(None, description="One of the names in /v1/models; null is the first of them.")
 
 
+def several_prompts(given: Prompt | list[Prompt]) -> list[Prompt]:
+    """A list of prompts, also of one."""
+    several = isinstance(given, list) and given and not isinstance(given[0], int)
+    return given if several else [given]
+
+
 class StreamOptions(BaseModel):
     model_config = Request.model_config
 
@@ -136,8 +142,7 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = Field(None, description="Not supported, unless it is n.")
 
     def prompts(self) -> list[Prompt]:
-        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
-        return self.prompt if several else [self.prompt]
+        return several_prompts(self.prompt)
 
     def sampling_params(self, defaults: SamplingParams, *, tenant: str = "") -> SamplingParams:
         self._refuse(suffix=("",), best_of=(self.n or 1,))

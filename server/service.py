@@ -17,9 +17,11 @@ from jaxserve.async_engine import AsyncEngine
 from jaxserve.config import EngineConfig
 from jaxserve.messages import EngineDeadError
 from jaxserve.outputs import RequestOutput
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import DEMO_NAME, ServerConfig
+from jaxserve.server.embeddings import EmbeddingRequest
 from jaxserve.server.errors import ApiError
 from jaxserve.server.forms import ToolCalling
 from jaxserve.server.message import MessageReader, tool_calling
@@ -192,7 +194,9 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def checked_prompts(
-        self, request: CompletionRequest | ChatCompletionRequest, params: SamplingParams
+        self,
+        request: CompletionRequest | ChatCompletionRequest | EmbeddingRequest,
+        params: SamplingParams | PoolingParams,
     ) -> list[dict[str, Any]]:
         """The request's prompts as token ids and texts; ValueError for what the engine could not honour."""
         if isinstance(request, ChatCompletionRequest):
@@ -239,7 +243,12 @@ class Service:
         return self.tokenizer.encode(request.prompt, add_special_tokens=special)
 
     async def outputs(
-        self, prompts: Sequence[dict[str, Any]], params: SamplingParams, *, arrival_time: float, interval: int = 1
+        self,
+        prompts: Sequence[dict[str, Any]],
+        params: SamplingParams | PoolingParams,
+        *,
+        arrival_time: float,
+        interval: int = 1,
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the prompt, what is new), as it comes; `interval` tokens of a choice are joined, after the first.
 

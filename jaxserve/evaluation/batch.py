@@ -18,6 +18,7 @@ from jaxserve.progress import item_bar
 from jaxserve.request import GRAMMAR_GAVE_UP, NO_TOKEN_LEFT
 from jaxserve.server.answers import AnswerBuilder, ChatBuilder, CompletionBuilder, GenerationFailed
 from jaxserve.server.config import DEMO_NAME
+from jaxserve.server.embeddings import FIELD_NAMES, EmbeddingBuilder, EmbeddingRequest
 from jaxserve.server.errors import ApiError, refusals, wrong_body
 from jaxserve.server.forms import ToolCalling
 from jaxserve.server.message import MessageReader, tool_calling
@@ -28,7 +29,12 @@ from jaxserve.validation import require
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
 
-TYPES = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatCompletionRequest}
+TYPES = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+}
+AnyRequest = CompletionRequest | ChatCompletionRequest | EmbeddingRequest
 INVALID_LINE = "invalid_line"
 _FIELDS = ("custom_id", "method", "url", "body")
 
@@ -43,7 +49,7 @@ class BatchLine:
 
     digest: str
     custom_id: str | None = None
-    request: CompletionRequest | ChatCompletionRequest | None = None
+    request: AnyRequest | None = None
     error: ApiError | None = None
 
     def answer(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -108,12 +114,12 @@ def _line(number: int, raw: bytes, seen: dict[str, int], model_name: str | None)
     return BatchLine(digest, custom_id, request)
 
 
-def _request(kind: type, body: str, model_name: str | None) -> CompletionRequest | ChatCompletionRequest:
+def _request(kind: type, body: str, model_name: str | None) -> AnyRequest:
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
         raise wrong_body(error, list(kind.model_fields)) from None
-    if request.stream:
+    if getattr(request, "stream", None):
         raise ApiError(400, "stream: it must be left out in a batch", param="stream", code="invalid_value")
     if model_name is not None and request.model not in (None, model_name):
         message = f"model={request.model!r}: no such model: this batch has {model_name}"
@@ -165,7 +171,7 @@ class BatchEngine:
         try:
             if line.error is not None:
                 raise line.error
-            with refusals():
+            with refusals(FIELD_NAMES if isinstance(line.request, EmbeddingRequest) else None):
                 builder = self._builder(line)
         except ApiError as error:
             return line.failure(error)
@@ -179,6 +185,11 @@ class BatchEngine:
 
     def _builder(self, line: BatchLine) -> AnswerBuilder:
         request, processor = line.request, self._engine.input_processor
+        names = {"request_id": line.digest, "model": request.model or self._model_name}
+        if isinstance(request, EmbeddingRequest):
+            params = request.pooling_params()
+            checked = [processor.check(prompt, params) for prompt in request.prompts()]
+            return EmbeddingBuilder(request, params, checked, self._engine.tokenizer, **names)
         params = request.sampling_params(self._engine.default_sampling_params)
         if params.seed is None:  # not by when it arrives: a resumed batch gives the same answers
             params = replace(params, seed=int(line.digest[:15], 16))
@@ -190,7 +201,6 @@ class BatchEngine:
         else:
             build, prompts = CompletionBuilder, request.prompts()
         checked = [processor.check(prompt, params) for prompt in prompts]
-        names = {"request_id": line.digest, "model": request.model or self._model_name}
         return build(request, params, checked, self._engine.tokenizer, **names)
 
     def _finished(self, item: _Open, output: RequestOutput) -> bool:
