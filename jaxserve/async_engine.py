@@ -14,6 +14,7 @@ from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any, no_type_check
 
+from jaxserve.beam_search import BeamSearchParams
 from jaxserve.channels import ProcessChannel, ThreadChannel
 from jaxserve.config import EngineConfig
 from jaxserve.messages import (
@@ -104,7 +105,7 @@ class AsyncEngine:
     async def generate(
         self,
         prompt: "Prompt",
-        sampling_params: SamplingParams | PoolingParams | None = None,
+        sampling_params: SamplingParams | PoolingParams | BeamSearchParams | None = None,
         *,
         request_id: str | None = None,
         arrival_time: float | None = None,

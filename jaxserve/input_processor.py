@@ -6,6 +6,7 @@ from typing import Any, no_type_check
 
 import numpy as np
 
+from jaxserve.beam_search import BeamSearch, BeamSearchParams
 from jaxserve.models.config import ModelConfig
 from jaxserve.pooling import PooledPrompt, Pooler
 from jaxserve.pooling_params import PoolingParams
@@ -53,7 +54,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams | None,
+        params: SamplingParams | PoolingParams | BeamSearchParams | None,
         arrival_time: float | None = None,
     ) -> RequestGroup:
         """The branches of a new request; `params` None takes the model's defaults."""
@@ -66,7 +67,8 @@ class InputProcessor:
         self._arrivals += 1
         arrival_time = monotonic() if arrival_time is None else arrival_time
         seed = params.seed if params.seed is not None else child_seed(self._seed, self._arrivals)
-        group = RequestGroup(request_id, text, ids, params, [])
+        search = self._search(asked, self.max_model_len - len(ids)) if isinstance(asked, BeamSearchParams) else None
+        group = RequestGroup(request_id, text, ids, params, [], search)
         for index in range(params.n):
             request = Request(
                 request_id=request_id,
@@ -83,6 +85,7 @@ class InputProcessor:
                 fork_of=group.branches[0] if index else None,
                 tables=tables,
                 constraint=self._constraint(params),
+                num_following=0 if search is None else search.num_candidates,
                 pooled=PooledPrompt(self.pooler, asked, len(ids)) if isinstance(asked, PoolingParams) else None,
                 arrival_time=arrival_time,
             )
@@ -90,7 +93,7 @@ class InputProcessor:
         return group
 
     @no_type_check
-    def check(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> dict[str, Any]:
+    def check(self, prompt: Prompt, params: SamplingParams | PoolingParams | BeamSearchParams) -> dict[str, Any]:
         """Everything that `build` checks, and the prompt as it takes it with the least work: ids and text.
 
         Changes nothing, so a front may call it in any thread while the engine runs.
@@ -104,14 +107,16 @@ class InputProcessor:
         return {key: value for key, value in checked.items() if value is not None}
 
     @no_type_check
-    def _sampling_params(self, asked: SamplingParams | PoolingParams) -> SamplingParams:
+    def _sampling_params(self, asked: SamplingParams | PoolingParams | BeamSearchParams) -> SamplingParams:
         """How the engine computes what is asked for, if it is made for that."""
-        if isinstance(asked, SamplingParams):
+        if isinstance(asked, SamplingParams | BeamSearchParams):
             if self.pooler is not None:
                 raise ValueError("runner='pooling': this engine makes embeddings only: runner must be 'generate' here")
-            return asked
+            beams = isinstance(asked, BeamSearchParams)
+            return self._search(asked, 1).request_params(self.model_config.vocab_size) if beams else asked
         if not isinstance(asked, PoolingParams):
-            raise ValueError(f"params={asked!r}: params must be a SamplingParams or a PoolingParams")
+            rule = "params must be a SamplingParams, a PoolingParams or a BeamSearchParams"
+            raise ValueError(f"params={asked!r}: {rule}")
         if self.pooler is None:
             raise ValueError(
                 "runner='generate': this model is not made for embeddings: its folder has no modules.json of "
@@ -146,6 +151,11 @@ class InputProcessor:
             return None
         ends = () if params.ignore_eos else self.model_config.eos_token_ids
         return self._grammars.start(params.structured_outputs, ends)
+
+    def _search(self, params: BeamSearchParams, room: int) -> BeamSearch:
+        """A beam search for at most `room` tokens."""
+        ends = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
+        return BeamSearch(params, ends, min(params.max_tokens, room))
 
     def _stops(self, params: SamplingParams) -> set[int]:
         """The ids that end a request."""

@@ -2,10 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, no_type_check
 
-from jaxserve.beam_search import BeamSearch, BeamSearchParams, search_all
+from jaxserve.beam_search import BeamSearchParams, beams_of
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.input_processor import Prompt
@@ -153,22 +153,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params={params!r}: must be a BeamSearchParams")
-        one_token = SamplingParams(max_tokens=1)
-        checked = [self.engine.input_processor.check(prompt, one_token) for prompt in _as_list(prompts)]
-        config = self.engine.model_config
-        ends = frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
-        lengths = [self.engine.max_model_len - len(prompt["prompt_token_ids"]) for prompt in checked]
-        searches = [BeamSearch(params, ends, min(params.max_tokens, length)) for length in lengths]
-        ask = partial(self.generate, use_tqdm=False)
-        search_all(checked, searches, ask, config.vocab_size)
-        return [self._beam_output(prompt, search) for prompt, search in zip(checked, searches, strict=True)]
-
-    def _beam_output(self, prompt: dict[str, Any], search: BeamSearch) -> BeamSearchOutput:
-        tokenizer = self.engine.tokenizer
-        for sequence in search.finished if tokenizer is not None else ():
-            ids = sequence.token_ids
-            sequence.text = tokenizer.decode(ids[:-1] if sequence.finish_reason == "stop" else ids)
-        return BeamSearchOutput(prompt["prompt_token_ids"], search.finished)
+        return [beams_of(result, params) for result in self.generate(prompts, params, use_tqdm=False)]
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -188,7 +173,7 @@ class LLM:
         Leaving the iterator early aborts what still runs. Several may be open at once.
         """
         prompts = _as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams | PoolingParams):
+        if sampling_params is None or isinstance(sampling_params, SamplingParams | PoolingParams | BeamSearchParams):
             sampling_params = [sampling_params] * len(prompts)
         if not isinstance(sampling_params, Sequence):
             raise ValueError(f"sampling_params={sampling_params!r}: must be a SamplingParams or a sequence of them")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.beam_search import Following, likeliest
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs
 from jaxserve.outputs import CompletionOutput, Logprob
 from jaxserve.request import Request
@@ -70,6 +71,14 @@ def wanted_rows(plan: StepPlan) -> WantedRows:
             wanted.whole.extend(range(row - 1, row + entry.drafts))
         row += entry.drafts
     return wanted
+
+
+def _following(request: Request, result: StepResult, row: int, whole: int) -> Following:
+    """What may follow a beam, whose token stands in `row`, or in `whole` of those with the whole vocabulary."""
+    count = request.params.logprobs
+    if count < 0:
+        return likeliest(result.whole[whole], request.num_following)
+    return Following(result.logprobs.top_ids[row, :count], result.logprobs.top_logprobs[row, :count])
 
 
 class RequestText:
@@ -139,8 +148,12 @@ class OutputProcessor:
         """What the tokens add that a request has just taken, sampled by weights of `version`; the first stands in
         `row` of the sampled rows and in `whole` of those with the whole vocabulary.
 
-        A stop string may end the request here: it then gives back the tokens behind it.
+        A stop string may end the request here: it then gives back the tokens behind it. A beam is told what may
+        follow it, and nothing else.
         """
+        if request.num_following:
+            request.following = _following(request, result, row, whole)
+            return CompletionOutput(request.index, token_ids=tokens)
         text = self._texts.get(request)
         pushed = ""
         if text is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic
 
+from jaxserve.beam_search import BeamSearch, Following
 from jaxserve.cache.block_pool import page_hash
 from jaxserve.outputs import Logprob
 from jaxserve.pooling import PooledPrompt
@@ -59,6 +60,7 @@ class Request:
     tables: LogitsTables | None = None
     constraint: Constraint | None = None  # of the output's form; as far as `token_ids`
     pooled: PooledPrompt | None = None  # what there is so far of an embedding
+    num_following: int = 0  # of a beam: how many next tokens are wanted; its pages are kept for its forks
     arrival_time: float = field(default_factory=monotonic)
 
     state: RequestState = RequestState.WAITING
@@ -87,6 +89,8 @@ class Request:
     last_token_time: float | None = None
     stale: bool = False
     rank: float = 0.0  # the policy's own, while the request runs
+    following: Following | None = None  # what may follow a beam
+    num_forks: int = 0  # that wait to share the pages of a beam
     num_charged: int = 0  # positions that the policy `fair` has counted
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -106,6 +110,27 @@ class Request:
             self.pooled.restart()
         if self.params.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None] * min(max(self.params.prompt_logprobs_start, 1), len(self.token_ids))
+
+    def continued(self, index: int, token: int) -> "Request":
+        """The beam that goes on from this one with a token, over the same pages."""
+        self.fork_of = None
+        return Request(
+            request_id=self.request_id,
+            index=index,
+            prompt_token_ids=[*self.prompt_token_ids, token],
+            params=self.params,
+            seed=self.seed,
+            arrival=self.arrival - self.index + index,
+            max_total_tokens=self.max_total_tokens + 1,
+            stop_token_ids=self.stop_token_ids,
+            priority=self.priority,
+            tenant=self.tenant,
+            cache_salt=self.cache_salt,
+            fork_of=self,
+            num_following=self.num_following,
+            arrival_time=self.arrival_time,
+            page_hashes=list(self.page_hashes),
+        )
 
     @property
     def next_to_score(self) -> int | None:
@@ -170,13 +195,15 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class RequestGroup:
-    """What a user asked for: `n` branches of one prompt under one id."""
+    """What a user asked for: `n` branches of one prompt under one id, or a search, whose beams are the branches."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     branches: list[Request]
+    search: BeamSearch | None = None
+    num_cached_tokens: int = 0  # of a search: those of its prompt
 
     @property
     def finished(self) -> bool:

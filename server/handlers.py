@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 
+from jaxserve.beam_search import BeamSearchParams
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.answers import AnswerBuilder, ChatBuilder, CompletionBuilder
 from jaxserve.server.embeddings import FIELD_NAMES, EmbeddingBuilder, EmbeddingRequest
@@ -57,13 +58,16 @@ class Generation:
         self._service, self._call, self._request = service, call, request
         self._model = service.check_model(request.model)
         tenant = call.tenant or request.user or ""
+        self._beams: BeamSearchParams | None = None
         with refusals():
             if isinstance(request, EmbeddingRequest):
                 self._params = request.pooling_params(tenant=tenant)
             else:
                 self._params = request.sampling_params(service.default_sampling_params, tenant=tenant)
+                self._beams = request.beam_search(self._params, tenant=tenant)
         self._num_prompts = 1 if isinstance(request, ChatCompletionRequest) else len(request.prompts())
-        self._num_answers = self._num_prompts * getattr(self._params, "n", 1)
+        each = self._beams.beam_width if self._beams is not None else getattr(self._params, "n", 1)
+        self._num_answers = self._num_prompts * each
         if self._num_prompts > (most := service.config.max_prompts_per_request):
             field = "input" if isinstance(request, EmbeddingRequest) else "prompt"
             raise ApiError(400, f"{field}: {self._num_prompts} prompts: must be at most {most}", param=field)
@@ -101,7 +105,8 @@ class Generation:
         with service.places(self._num_answers):
             builder = await service.in_thread(self._prepare)
             try:
-                outputs = service.outputs(builder.prompts, self._params, arrival_time=call.started, interval=interval)
+                asked = self._beams or self._params
+                outputs = service.outputs(builder.prompts, asked, arrival_time=call.started, interval=interval)
                 async with aclosing(outputs) as arriving:
                     async for prompt, output in arriving:
                         if call.first_output is None:
@@ -130,7 +135,7 @@ class Generation:
         with refusals(form and {"structured_outputs": form}):
             if is_chat and (tools := service.tool_calling(request)) is not None:
                 self._params = tools.params(self._params)
-            prompts = service.checked_prompts(request, self._params)
+            prompts = service.checked_prompts(request, self._beams or self._params)
         if not is_chat:
             return CompletionBuilder(request, self._params, prompts, service.tokenizer, **names)
         reader = partial(service.message_reader, request, self._params, prompts[0].get("prompt", ""), tools)

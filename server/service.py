@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxserve import metrics
 from jaxserve.async_engine import AsyncEngine
+from jaxserve.beam_search import BeamSearchParams
 from jaxserve.config import EngineConfig
 from jaxserve.messages import EngineDeadError
 from jaxserve.outputs import RequestOutput
@@ -36,6 +37,7 @@ RED_SECONDS = 2.0  # how long /health tells of a dead engine before the server e
 
 METRICS_SECONDS = 2.0
 
+RequestParams = SamplingParams | PoolingParams | BeamSearchParams
 StartEngine = Callable[[CompileProgress], AsyncEngine]
 
 
@@ -196,7 +198,7 @@ class Service:
     def checked_prompts(
         self,
         request: CompletionRequest | ChatCompletionRequest | EmbeddingRequest,
-        params: SamplingParams | PoolingParams,
+        params: RequestParams,
     ) -> list[dict[str, Any]]:
         """The request's prompts as token ids and texts; ValueError for what the engine could not honour."""
         if isinstance(request, ChatCompletionRequest):
@@ -245,7 +247,7 @@ class Service:
     async def outputs(
         self,
         prompts: Sequence[dict[str, Any]],
-        params: SamplingParams | PoolingParams,
+        params: RequestParams,
         *,
         arrival_time: float,
         interval: int = 1,
