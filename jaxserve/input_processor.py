@@ -127,6 +127,7 @@ class InputProcessor:
         require(asked.dimensions is None or asked.dimensions <= size, "dimensions", asked.dimensions, rule)
         return asked.sampling_params()
 
+    @no_type_check
     def _checked(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int], str | None]:
         text, ids, salt = self._prompt(prompt)
         self._check_length(ids, params)

@@ -219,7 +219,8 @@ class Service:
         """What reads a choice of the answer to a chat."""
         reasoning = None
         # An answer of a given form is all answer: the form leaves no room for thoughts.
-        if self.config.reasoning_parser is not None and params.structured_outputs is None:
+        free = params.structured_outputs is None or (tools is not None and tools.leaves_text_free)
+        if self.config.reasoning_parser is not None and free:
             begun = PARSERS[self.config.reasoning_parser] or prompt.rstrip().endswith(BEGIN)
             reasoning = ReasoningReader(begun=begun)
         shows = request.include_reasoning is not False
