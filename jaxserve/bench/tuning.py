@@ -80,8 +80,7 @@ async def long_prompt_among_decoders(url: str, length: int, tokens: int) -> tupl
     """(clients that decode so many tokens, one whose prompt of `length` comes meanwhile, when it came)."""
     client, origin = Client(url, "/v1/completions"), time.perf_counter()
     decoders = [
-        asyncio.create_task(client.stream(body(item), origin))
-        for item in fixed(DECODING, 32, tokens, seed=length)
+        asyncio.create_task(client.stream(body(item), origin)) for item in fixed(DECODING, 32, tokens, seed=length)
     ]
     await asyncio.sleep(QUIET_SECONDS)
     sent = time.perf_counter() - origin
