@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
     from jaxserve.beam_search import BeamSearchParams
-    from jaxserve.config import EngineConfig
+    from jaxserve.config import EngineConfig, PoolerConfig
     from jaxserve.engine import Engine
     from jaxserve.llm import LLM
     from jaxserve.messages import EngineDeadError
-    from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxserve.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
+    from jaxserve.pooling_params import PoolingParams
     from jaxserve.sampling_params import SamplingParams
     from jaxserve.scoring import Score
     from jaxserve.structured.params import StructuredOutputsParams
@@ -24,11 +25,14 @@ __all__ = [
     "AsyncEngine",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingOutput",
     "Engine",
     "EngineConfig",
     "EngineDeadError",
     "Logprob",
     "LogprobReport",
+    "PoolerConfig",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "Score",
@@ -43,11 +47,14 @@ _MODULES = {
     "BeamSearchParams": "beam_search",
     "LLM": "llm",
     "CompletionOutput": "outputs",
+    "EmbeddingOutput": "outputs",
     "Engine": "engine",
     "EngineConfig": "config",
     "EngineDeadError": "messages",
     "Logprob": "outputs",
     "LogprobReport": "training",
+    "PoolerConfig": "config",
+    "PoolingParams": "pooling_params",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "Score": "scoring",

@@ -10,9 +10,11 @@ import itertools
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any, no_type_check
 
+from jaxserve.beam_search import BeamSearchParams
 from jaxserve.channels import ProcessChannel, ThreadChannel
 from jaxserve.config import EngineConfig
 from jaxserve.messages import (
@@ -33,7 +35,9 @@ from jaxserve.messages import (
     UpdateParams,
 )
 from jaxserve.metrics import Figures
-from jaxserve.outputs import RequestOutput
+from jaxserve.outputs import EmbeddingOutput, RequestOutput
+from jaxserve.pooling import embedding_of
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.validation import require
@@ -101,7 +105,7 @@ class AsyncEngine:
     async def generate(
         self,
         prompt: "Prompt",
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | PoolingParams | BeamSearchParams | None = None,
         *,
         request_id: str | None = None,
         arrival_time: float | None = None,
@@ -126,6 +130,18 @@ class AsyncEngine:
         finally:
             if self._mailboxes.forget(mailbox):
                 self._channel.send(Abort(mailbox.key))
+
+    @no_type_check
+    async def embed(
+        self, prompt: "Prompt", pooling_params: PoolingParams | None = None, *, request_id: str | None = None
+    ) -> EmbeddingOutput:
+        """The embedding of a prompt; see `LLM.embed`. Cancelling the task aborts it; errors are those of `generate`."""
+        params = PoolingParams() if pooling_params is None else pooling_params
+        async with aclosing(self.generate(prompt, params, request_id=request_id)) as outputs:
+            async for output in outputs:
+                if output.finished:
+                    return embedding_of(output)
+        raise RuntimeError("the outputs have ended before the request")
 
     def abort(self, request_id: str) -> None:
         """End a request: its iterator's last output has `finish_reason` "abort". An unknown id is ignored."""

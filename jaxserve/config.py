@@ -16,6 +16,8 @@ GENERATION_CONFIGS = ("auto", "none")
 SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "medusa")
 LENGTH_CONTROLS = ("auto", "fixed")
 ACCEPTANCE_RULES = ("agreement", "rejection")
+RUNNERS = ("auto", "generate", "pooling")
+POOLING_TYPES = ("LAST", "MEAN")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_DRAFT_TOKENS = 15  # with the token before them a decode tile of 16 rows
 
@@ -84,6 +86,31 @@ class SpeculativeConfig:
 
 @no_type_check  # it checks itself: the tests' type checker would come first with another error
 @dataclass(frozen=True, kw_only=True)
+class PoolerConfig:
+    """How hidden states become an embedding; None is what the checkpoint says, and where it says nothing the last
+    token's, normalised.
+
+    Attributes:
+        pooling_type: `LAST`: the hidden state of the last token. `MEAN`: the mean of all tokens'.
+        normalize: whether embeddings have length 1.
+    """
+
+    pooling_type: str | None = None
+    normalize: bool | None = None
+
+    def __post_init__(self):
+        _one_of(self, "pooling_type", (None, *POOLING_TYPES))
+        _one_of(self, "normalize", (None, True, False))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "PoolerConfig":
+        """Builds from outside data; an unknown name is refused with the nearest right one."""
+        check_names(cls, values)
+        return cls(**values)
+
+
+@no_type_check  # it checks itself: the tests' type checker would come first with another error
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Every option of an engine; ValueError where a value breaks a rule, TypeError for an unknown name.
 
@@ -119,6 +146,9 @@ class EngineConfig:
         compile: `lazy` compiles a shape when it is first used, `warmup` all of them at start.
         compilation_cache_dir: None is a folder in the cache folder, "" switches the persistent cache off.
         speculative_config: a `SpeculativeConfig` or a dict of its fields turns speculative decoding on.
+        runner: what the engine is for: `generate` continues texts, `pooling` makes embeddings and nothing else; `auto`
+            is `pooling` for folders that say so (sentence-transformers' `modules.json`).
+        pooler_config: how embeddings are made: a `PoolerConfig` or a dict of its fields.
         mesh: a `jax.sharding.Mesh` with the axis "model" to split the model over; None is one device.
     """
 
@@ -144,6 +174,8 @@ class EngineConfig:
     compile: str = "lazy"
     compilation_cache_dir: str | None = None
     speculative_config: SpeculativeConfig | None = None
+    runner: str = "auto"
+    pooler_config: PoolerConfig | None = None
     mesh: Any = None
 
     def __post_init__(self):
@@ -155,6 +187,7 @@ class EngineConfig:
         _one_of(self, "dtype", DTYPES)
         _one_of(self, "compile", COMPILE_MODES)
         _one_of(self, "generation_config", GENERATION_CONFIGS)
+        _one_of(self, "runner", RUNNERS)
         _one_of(self, "scheduling_policy", SCHEDULING_POLICIES)
         aging = self.priority_aging_s
         rule = "a number above 0 or None, and None unless scheduling_policy is 'priority'"
@@ -174,12 +207,13 @@ class EngineConfig:
             value = getattr(self, name)
             require(value is None or isinstance(value, str | Path), name, value, "a string, a path or None")
             require(value != "" or name == "compilation_cache_dir", name, value, "the name of something, or None")
-        speculative = self.speculative_config
-        if isinstance(speculative, dict):
-            speculative = SpeculativeConfig.from_dict(speculative)
-            object.__setattr__(self, "speculative_config", speculative)
-        valid = speculative is None or isinstance(speculative, SpeculativeConfig)
-        require(valid, "speculative_config", speculative, "a SpeculativeConfig, a dict of its fields or None")
+        for name, kind in (("speculative_config", SpeculativeConfig), ("pooler_config", PoolerConfig)):
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                value = kind.from_dict(value)
+                object.__setattr__(self, name, value)
+            valid = value is None or isinstance(value, kind)
+            require(valid, name, value, f"a {kind.__name__}, a dict of its fields or None")
         mesh = self.mesh  # told by its attribute: this module knows no JAX
         require(mesh is None or hasattr(mesh, "axis_names"), "mesh", mesh, "a jax.sharding.Mesh or None")
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, no_type_check
 import numpy as np
 
 from jaxserve import startup, weights_update
+from jaxserve.beam_search import BeamSearchParams
 from jaxserve.config import EngineConfig
 from jaxserve.input_processor import Prompt
 from jaxserve.metrics import EngineMetrics, Figures
@@ -21,6 +22,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.draft_head import DraftHead
 from jaxserve.output_processor import OutputProcessor, WantedRows, wanted_rows
 from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.request import GRAMMAR_GAVE_UP, Request, RequestGroup, RequestState
 from jaxserve.runner.inputs import Runs
@@ -131,13 +133,14 @@ class Engine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | BeamSearchParams | None = None,
         *,
         arrival_time: float | None = None,
     ) -> None:
         """Queue a request. `prompt` is text, token ids, or a dict with "prompt" or "prompt_token_ids" (or both: the
         text is then what the ids stand for), and maybe "cache_salt". `arrival_time`, by `time.monotonic`, is when
-        its time began; None is now.
+        its time began; None is now. `PoolingParams` ask for the prompt's embedding;
+        `BeamSearchParams` for the likeliest continuations, which come when all are there, the best first.
 
         Raises ValueError, naming field, value and rule, for anything that the engine could not honour.
         """
@@ -146,7 +149,8 @@ class Engine:
             raise ValueError(f"request_id={request_id!r}: request_id must be a string that no running request has")
         group = self.input_processor.build(request_id, prompt, params, arrival_time)
         for request in group.branches:
-            self._outputs.add(request)
+            if group.search is None:
+                self._outputs.add(request)
             self.scheduler.add(request)
         self._groups[request_id] = group
         self._counters.prompt_tokens += len(group.prompt_token_ids)
@@ -209,7 +213,8 @@ class Engine:
     def _sample(self, begun: Begun) -> InFlight:
         plan, wanted, computed, dispatched_at = begun
         masks = self._masks(plan, computed) if plan.constrained else None
-        handle = self.runner.sample(computed, masks, scores=wanted.scores, whole=wanted.whole)
+        asked = {"scores": wanted.scores, "whole": wanted.whole, "keep_hidden": bool(wanted.pooled)}
+        handle = self.runner.sample(computed, masks, **asked)
         return InFlight(plan, wanted, handle, dispatched_at)
 
     def _masks(self, plan: StepPlan, computed: Computed) -> np.ndarray:
@@ -262,14 +267,15 @@ class Engine:
         row = sampled_row = generated = 0
         all_finite, tokens = bool(result.finite[: plan.num_tokens].all()), result.tokens.tolist()
         complete, completion, version = self.scheduler.complete, self._outputs.completion, self.weights_version
+        of_prompts = bool(wanted.prompts or wanted.pooled)
         for entry in plan.entries:
             request, _, _, count, sample, drafts, _ = entry
             sampled = tokens[sampled_row : sampled_row + sample + drafts]
             if drafts:
                 del sampled[self._drafts.observe(request, sampled) :]
             finite = all_finite or bool(result.finite[row : row + count + max(len(sampled) - 1, 0)].all())
-            if wanted.prompts and finite and request in wanted.prompts and request.state is not RequestState.FINISHED:
-                self._outputs.score(request, wanted.prompts[request], result)
+            if of_prompts and finite and request.state is not RequestState.FINISHED:
+                self._outputs.take_prompt(request, wanted, result)
             ended = request.finish_reason
             taken = complete(entry, sampled, finite)
             if taken:
@@ -291,9 +297,10 @@ class Engine:
             sampled_row += sample + drafts
         self._counters.generation_tokens += generated
         self._metrics.took_tokens(took)
-        self._pending += [
-            self._report(group, deltas) for request_id, deltas in new.items() if (group := self._groups.get(request_id))
-        ]
+        for request_id, deltas in new.items():
+            if (group := self._groups.get(request_id)) is not None:
+                output = self._report(group, deltas) if group.search is None else self._advance_beams(group)
+                self._pending += [] if output is None else [output]
 
     def _fail(self, entry: PlanEntry, new: dict[str, list[CompletionOutput]]) -> None:
         """End all branches of a request of which one failed."""
@@ -303,6 +310,40 @@ class Engine:
             # Branches share the prompt's pages: what went wrong in one is wrong in all that still run.
             ended = [delta for delta in new.pop(request.request_id, ()) if delta.finish_reason is not None]
             self._end(group, "error", request.error, ended)
+
+    def _advance_beams(self, group: RequestGroup) -> RequestOutput | None:
+        """Go on with a search when all its beams have been heard of. Returns its result when it is done."""
+        beams, search = group.branches, group.search
+        if any(beam.following is None for beam in beams):
+            return None
+        if beams[0].num_prompt_tokens == len(group.prompt_token_ids):
+            group.num_cached_tokens = beams[0].num_cached_tokens
+        search.advance([beam.following for beam in beams])
+        if not search.done:
+            group.branches = [
+                beams[beam.parent].continued(index, beam.token_ids[-1]) for index, beam in enumerate(search.running)
+            ]
+            for branch in group.branches:
+                self.scheduler.add(branch)
+        for beam in beams:
+            if not beam.num_forks:
+                self.scheduler.release(beam)
+        return self._beams(group) if search.done else None
+
+    def _beams(self, group: RequestGroup) -> RequestOutput:
+        """The result of a search; it is forgotten."""
+        del self._groups[group.request_id]
+        outputs = []
+        for index, found in enumerate(group.search.results):
+            self._counters.finished[found.finish_reason] += 1
+            shown = found.token_ids[:-1] if found.finish_reason == "stop" else found.token_ids
+            text = "" if self.tokenizer is None else self.tokenizer.decode(shown)
+            output = CompletionOutput(index, text, found.token_ids, finish_reason=found.finish_reason)
+            output.cumulative_logprob = found.cumulative_logprob
+            outputs.append(output)
+        prompt, ids = group.prompt, group.prompt_token_ids
+        cached = group.num_cached_tokens
+        return RequestOutput(group.request_id, prompt, ids, outputs, True, cached, metrics=group.metrics())
 
     def _report(self, group: RequestGroup, deltas: list[CompletionOutput]) -> RequestOutput:
         """Wrap what is new; forget the request if that was the last of it."""
@@ -321,6 +362,8 @@ class Engine:
         )
         if first.prompt_logprobs is not None and first.next_to_score is None:
             output.prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, None  # reported once
+        if first.pooled is not None and first.pooled.next_position is None:
+            output.embedding = first.pooled.embedding()
         if finished:
             output.metrics = group.metrics()
         return output
@@ -329,6 +372,7 @@ class Engine:
         """End every branch that still runs; reported by the next `step`, with `ended` (not reported so far)."""
         deltas = list(ended)
         for branch in group.branches:
+            self.scheduler.release(branch)
             if branch.state is not RequestState.FINISHED:
                 self.scheduler.finish(branch)
             elif not (reason == "error" and branch.error is not None):

@@ -6,13 +6,16 @@ from typing import Any, no_type_check
 
 import numpy as np
 
+from jaxserve.beam_search import BeamSearch, BeamSearchParams
 from jaxserve.models.config import ModelConfig
+from jaxserve.pooling import PooledPrompt, Pooler
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import Request, RequestGroup
 from jaxserve.sampling.tables import build_tables
 from jaxserve.sampling_params import SamplingParams, child_seed
 from jaxserve.structured.compiler import Constraint, GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.validation import is_integer
+from jaxserve.validation import is_integer, require
 
 Prompt = str | Sequence[int] | np.ndarray | dict
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -33,11 +36,14 @@ class InputProcessor:
         seed: int,
         defaults: SamplingParams,
         scheduling_policy: str = "fcfs",
+        pooler: Pooler | None = None,
     ):
+        """`pooler` is that of an engine for embeddings."""
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.defaults = defaults
+        self.pooler = pooler
         self._seed = seed
         self._scheduling_policy = scheduling_policy
         self._arrivals = 0
@@ -45,10 +51,15 @@ class InputProcessor:
 
     @no_type_check  # it checks itself: the tests' type checker would come first with another error
     def build(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, arrival_time: float | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams | BeamSearchParams | None,
+        arrival_time: float | None = None,
     ) -> RequestGroup:
         """The branches of a new request; `params` None takes the model's defaults."""
-        params = self.defaults if params is None else params
+        asked = self.defaults if params is None else params
+        params = self._sampling_params(asked)
         text, ids, salt = self._checked(prompt, params)
         stops = self._stops(params)
         tables = build_tables(params, self.model_config.vocab_size, stops, self._encode_word)
@@ -56,7 +67,8 @@ class InputProcessor:
         self._arrivals += 1
         arrival_time = monotonic() if arrival_time is None else arrival_time
         seed = params.seed if params.seed is not None else child_seed(self._seed, self._arrivals)
-        group = RequestGroup(request_id, text, ids, params, [])
+        search = self._search(asked, self.max_model_len - len(ids)) if isinstance(asked, BeamSearchParams) else None
+        group = RequestGroup(request_id, text, ids, params, [], search)
         for index in range(params.n):
             request = Request(
                 request_id=request_id,
@@ -73,17 +85,20 @@ class InputProcessor:
                 fork_of=group.branches[0] if index else None,
                 tables=tables,
                 constraint=self._constraint(params),
+                num_following=0 if search is None else search.num_candidates,
+                pooled=PooledPrompt(self.pooler, asked, len(ids)) if isinstance(asked, PoolingParams) else None,
                 arrival_time=arrival_time,
             )
             group.branches.append(request)
         return group
 
     @no_type_check
-    def check(self, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
+    def check(self, prompt: Prompt, params: SamplingParams | PoolingParams | BeamSearchParams) -> dict[str, Any]:
         """Everything that `build` checks, and the prompt as it takes it with the least work: ids and text.
 
         Changes nothing, so a front may call it in any thread while the engine runs.
         """
+        params = self._sampling_params(params)
         text, ids, salt = self._checked(prompt, params)
         build_tables(params, self.model_config.vocab_size, self._stops(params), self._encode_word)
         if params.structured_outputs is not None:
@@ -92,9 +107,28 @@ class InputProcessor:
         return {key: value for key, value in checked.items() if value is not None}
 
     @no_type_check
+    def _sampling_params(self, asked: SamplingParams | PoolingParams | BeamSearchParams) -> SamplingParams:
+        """How the engine computes what is asked for, if it is made for that."""
+        if isinstance(asked, SamplingParams | BeamSearchParams):
+            if self.pooler is not None:
+                raise ValueError("runner='pooling': this engine makes embeddings only: runner must be 'generate' here")
+            beams = isinstance(asked, BeamSearchParams)
+            return self._search(asked, 1).request_params(self.model_config.vocab_size) if beams else asked
+        if not isinstance(asked, PoolingParams):
+            rule = "params must be a SamplingParams, a PoolingParams or a BeamSearchParams"
+            raise ValueError(f"params={asked!r}: {rule}")
+        if self.pooler is None:
+            raise ValueError(
+                "runner='generate': this model is not made for embeddings: its folder has no modules.json of "
+                "sentence-transformers that says so; runner must be 'pooling' to make them all the same"
+            )
+        size = self.model_config.hidden_size
+        rule = f"at most {size}, the size of this model's embeddings"
+        require(asked.dimensions is None or asked.dimensions <= size, "dimensions", asked.dimensions, rule)
+        return asked.sampling_params()
+
+    @no_type_check
     def _checked(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int], str | None]:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r}: params must be a SamplingParams")
         text, ids, salt = self._prompt(prompt)
         self._check_length(ids, params)
         self._check_params(params)
@@ -118,6 +152,11 @@ class InputProcessor:
             return None
         ends = () if params.ignore_eos else self.model_config.eos_token_ids
         return self._grammars.start(params.structured_outputs, ends)
+
+    def _search(self, params: BeamSearchParams, room: int) -> BeamSearch:
+        """A beam search for at most `room` tokens."""
+        ends = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
+        return BeamSearch(params, ends, min(params.max_tokens, room))
 
     def _stops(self, params: SamplingParams) -> set[int]:
         """The ids that end a request."""

@@ -2,15 +2,17 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, no_type_check
 
-from jaxserve.beam_search import BeamSearch, BeamSearchParams, search_all
+from jaxserve.beam_search import BeamSearchParams, beams_of
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.input_processor import Prompt
 from jaxserve.models.decoder import Decoder
-from jaxserve.outputs import BeamSearchOutput, RequestOutput
+from jaxserve.outputs import BeamSearchOutput, EmbeddingOutput, RequestOutput
+from jaxserve.pooling import embedding_of
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.progress import progress_bar
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scoring import Score, Text, pair_up, score_of, scoring_params, split_tokens
@@ -128,6 +130,22 @@ class LLM:
         return [score_of(result, start) for result, (_, start) in zip(results, pairs, strict=True)]
 
     @no_type_check
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[EmbeddingOutput]:
+        """The embedding of each prompt, in input order, by a model that is made for it (`EngineConfig.runner`).
+
+        `pooling_params` is one for all or one each. Raises ValueError for what cannot be honoured before anything is
+        computed.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        return [embedding_of(result) for result in self.generate(prompts, params, use_tqdm=use_tqdm)]
+
+    @no_type_check
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt, as `transformers.generate(num_beams=...)` finds them.
 
@@ -135,22 +153,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params={params!r}: must be a BeamSearchParams")
-        one_token = SamplingParams(max_tokens=1)
-        checked = [self.engine.input_processor.check(prompt, one_token) for prompt in _as_list(prompts)]
-        config = self.engine.model_config
-        ends = frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
-        lengths = [self.engine.max_model_len - len(prompt["prompt_token_ids"]) for prompt in checked]
-        searches = [BeamSearch(params, ends, min(params.max_tokens, length)) for length in lengths]
-        ask = partial(self.generate, use_tqdm=False)
-        search_all(checked, searches, ask, config.vocab_size)
-        return [self._beam_output(prompt, search) for prompt, search in zip(checked, searches, strict=True)]
-
-    def _beam_output(self, prompt: dict[str, Any], search: BeamSearch) -> BeamSearchOutput:
-        tokenizer = self.engine.tokenizer
-        for sequence in search.finished if tokenizer is not None else ():
-            ids = sequence.token_ids
-            sequence.text = tokenizer.decode(ids[:-1] if sequence.finish_reason == "stop" else ids)
-        return BeamSearchOutput(prompt["prompt_token_ids"], search.finished)
+        return [beams_of(result, params) for result in self.generate(prompts, params, use_tqdm=False)]
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -170,7 +173,7 @@ class LLM:
         Leaving the iterator early aborts what still runs. Several may be open at once.
         """
         prompts = _as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        if sampling_params is None or isinstance(sampling_params, SamplingParams | PoolingParams | BeamSearchParams):
             sampling_params = [sampling_params] * len(prompts)
         if not isinstance(sampling_params, Sequence):
             raise ValueError(f"sampling_params={sampling_params!r}: must be a SamplingParams or a sequence of them")

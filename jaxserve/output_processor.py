@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.beam_search import Following, likeliest
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs
 from jaxserve.outputs import CompletionOutput, Logprob
 from jaxserve.request import Request
@@ -26,18 +27,27 @@ class PromptRows(NamedTuple):
     whole: int
 
 
+class PooledRows(NamedTuple):
+    """The hidden rows of a step from `row` on are those of a request's positions from `first` on."""
+
+    first: int
+    count: int
+    row: int
+
+
 class WantedRows(NamedTuple):
     """What the step computes besides sampling, in the order in which the results come back."""
 
     scores: list[ScoreRow]
     whole: list[int]  # query rows after which the whole vocabulary is wanted
     prompts: dict[Request, PromptRows]
+    pooled: dict[Request, PooledRows]
     sampled_whole: dict[Request, int]  # where in `whole` the vocabulary of the first sampled token stands
 
 
 def wanted_rows(plan: StepPlan) -> WantedRows:
-    """The log-probabilities that the requests of a plan ask for, besides those that the head gives."""
-    wanted = WantedRows([], [], {}, {})
+    """What the requests of a plan ask for besides what the head gives: log-probabilities and hidden states."""
+    wanted = WantedRows([], [], {}, {}, {})
     row = 0
     for entry in plan.entries if plan.wants_rows else ():
         request = entry.request
@@ -51,12 +61,24 @@ def wanted_rows(plan: StepPlan) -> WantedRows:
                 tokens = request.prompt_token_ids[first:end]
                 wanted.scores.extend(ScoreRow(at, token, max(top, 0)) for at, token in zip(rows, tokens, strict=True))
                 wanted.whole.extend(rows if top < 0 else ())
+        if request.pooled is not None and (position := request.pooled.next_position) is not None:
+            first, end = max(position, entry.start), entry.start + entry.count
+            if first < end:
+                wanted.pooled[request] = PooledRows(first, end - first, row + first - entry.start)
         row += entry.count
         if entry.sample and request.params.logprobs == -1:
             wanted.sampled_whole[request] = len(wanted.whole)
             wanted.whole.extend(range(row - 1, row + entry.drafts))
         row += entry.drafts
     return wanted
+
+
+def _following(request: Request, result: StepResult, row: int, whole: int) -> Following:
+    """What may follow a beam, whose token stands in `row`, or in `whole` of those with the whole vocabulary."""
+    count = request.params.logprobs
+    if count < 0:
+        return likeliest(result.whole[whole], request.num_following)
+    return Following(result.logprobs.top_ids[row, :count], result.logprobs.top_logprobs[row, :count])
 
 
 class RequestText:
@@ -126,8 +148,12 @@ class OutputProcessor:
         """What the tokens add that a request has just taken, sampled by weights of `version`; the first stands in
         `row` of the sampled rows and in `whole` of those with the whole vocabulary.
 
-        A stop string may end the request here: it then gives back the tokens behind it.
+        A stop string may end the request here: it then gives back the tokens behind it. A beam is told what may
+        follow it, and nothing else.
         """
+        if request.num_following:
+            request.following = _following(request, result, row, whole)
+            return CompletionOutput(request.index, token_ids=tokens)
         text = self._texts.get(request)
         pushed = ""
         if text is not None:
@@ -151,8 +177,14 @@ class OutputProcessor:
         versions = [version] * len(tokens)
         return CompletionOutput(request.index, pushed, tokens, logprobs, cumulative, reason, stop, None, versions)
 
-    def score(self, request: Request, rows: PromptRows, result: StepResult) -> None:
-        """Take the log-probabilities of prompt tokens; those known from before a preemption are the same."""
+    def take_prompt(self, request: Request, wanted: WantedRows, result: StepResult) -> None:
+        """Take what a step tells of a request's prompt; what is known from before a preemption is the same."""
+        if (rows := wanted.prompts.get(request)) is not None:
+            self._score(request, rows, result)
+        if (pooled := wanted.pooled.get(request)) is not None:
+            request.pooled.take(pooled.first, result.hidden[pooled.row : pooled.row + pooled.count])
+
+    def _score(self, request: Request, rows: PromptRows, result: StepResult) -> None:
         wanted = request.params.prompt_logprobs
         for index in range(rows.count):
             if request.next_to_score == rows.first + index:

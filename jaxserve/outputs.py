@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Logprob(NamedTuple):
     """Log-probability of a token under the raw distribution; `rank` is 1 for the likeliest."""
@@ -68,6 +70,7 @@ class RequestOutput:
     prompt_logprobs: one dict per prompt token, {token id: Logprob}, the token itself first; None for the first token
         and for those before `prompt_logprobs_start`. None if not asked for; reported once, when all are there.
     metrics: comes with the last output.
+    embedding: float32 [dimensions], with the last output of a request with `PoolingParams`.
     """
 
     request_id: str
@@ -78,6 +81,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = field(default=None, compare=False)
+    embedding: np.ndarray | None = None
 
     def extend(self, delta: "RequestOutput") -> None:
         """Append what a later step added; `outputs` stay sorted by index."""
@@ -92,6 +96,8 @@ class RequestOutput:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.metrics = delta.metrics
+        if delta.embedding is not None:
+            self.embedding = delta.embedding
 
 
 @dataclass(slots=True)
@@ -111,3 +117,17 @@ class BeamSearchOutput:
 
     prompt_token_ids: list[int]
     sequences: list[BeamSequence]
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The embedding of one prompt.
+
+    embedding: float32 [dimensions]; None if it could not be computed, and `error` says why.
+    num_cached_tokens: prompt tokens that came from the prefix cache.
+    """
+
+    embedding: np.ndarray | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    error: str | None = None

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic
 
+from jaxserve.beam_search import BeamSearch, Following
 from jaxserve.cache.block_pool import page_hash
 from jaxserve.outputs import Logprob, RequestMetrics
+from jaxserve.pooling import PooledPrompt
 from jaxserve.sampling.tables import LogitsTables
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative.acceptance import Acceptance
@@ -57,6 +59,8 @@ class Request:
     fork_of: "Request | None" = None
     tables: LogitsTables | None = None
     constraint: Constraint | None = None  # of the output's form; as far as `token_ids`
+    pooled: PooledPrompt | None = None  # what there is so far of an embedding
+    num_following: int = 0  # of a beam: how many next tokens are wanted; its pages are kept for its forks
     arrival_time: float = field(default_factory=monotonic)
 
     state: RequestState = RequestState.WAITING
@@ -64,7 +68,7 @@ class Request:
     # What the parameters say, looked up once: the scheduler asks for every token.
     only_scores: bool = field(init=False)  # no token is sampled (max_tokens=0): it ends when its prompt is computed
     only_greedy: bool = field(init=False)
-    wants_rows: bool = field(init=False)  # log-probabilities besides those that the head gives
+    wants_rows: bool = field(init=False)  # log-probabilities besides those that the head gives, or hidden states
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     slot: int = -1
@@ -85,6 +89,8 @@ class Request:
     last_token_time: float | None = None
     stale: bool = False
     rank: float = 0.0  # the policy's own, while the request runs
+    following: Following | None = None  # what may follow a beam
+    num_forks: int = 0  # that wait to share the pages of a beam
     num_charged: int = 0  # positions that the policy `fair` has counted
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -95,18 +101,53 @@ class Request:
         self.only_scores = self.max_total_tokens <= len(self.prompt_token_ids)
         self.only_greedy = self.params.only_greedy
         self.wants_rows = self.params.prompt_logprobs is not None or self.params.logprobs == -1
-        self.restart_scores()
+        self.wants_rows |= self.pooled is not None
+        self.restart_prompt()
 
-    def restart_scores(self) -> None:
-        """Score the prompt from its beginning."""
+    def restart_prompt(self) -> None:
+        """Score or pool the prompt from its beginning."""
+        if self.pooled is not None:
+            self.pooled.restart()
         if self.params.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None] * min(max(self.params.prompt_logprobs_start, 1), len(self.token_ids))
+
+    def continued(self, index: int, token: int) -> "Request":
+        """The beam that goes on from this one with a token, over the same pages."""
+        self.fork_of = None
+        return Request(
+            request_id=self.request_id,
+            index=index,
+            prompt_token_ids=[*self.prompt_token_ids, token],
+            params=self.params,
+            seed=self.seed,
+            arrival=self.arrival - self.index + index,
+            max_total_tokens=self.max_total_tokens + 1,
+            stop_token_ids=self.stop_token_ids,
+            priority=self.priority,
+            tenant=self.tenant,
+            cache_salt=self.cache_salt,
+            fork_of=self,
+            num_following=self.num_following,
+            arrival_time=self.arrival_time,
+            page_hashes=list(self.page_hashes),
+        )
 
     @property
     def next_to_score(self) -> int | None:
         """The position of the first prompt token whose log-probability is still to come, or None."""
         scored = self.prompt_logprobs
         return None if scored is None or len(scored) >= len(self.prompt_token_ids) else len(scored)
+
+    @property
+    def needs_hidden_from(self) -> int | None:
+        """The position of the first prompt token whose hidden state is still needed, whatever is cached; None for none.
+
+        A token's log-probability needs the hidden state before it.
+        """
+        if self.pooled is not None:
+            return self.pooled.next_position
+        position = self.next_to_score
+        return None if position is None else position - 1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -154,13 +195,15 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class RequestGroup:
-    """What a user asked for: `n` branches of one prompt under one id."""
+    """What a user asked for: `n` branches of one prompt under one id, or a search, whose beams are the branches."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     branches: list[Request]
+    search: BeamSearch | None = None
+    num_cached_tokens: int = 0  # of a search: those of its prompt
 
     @property
     def finished(self) -> bool:

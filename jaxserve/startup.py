@@ -18,7 +18,8 @@ from jaxserve.cache.memory import CPU_TOKENS_PER_REQUEST, MemoryPlan, device_mem
 from jaxserve.checkpoint.draft_head import load_head, read_head
 from jaxserve.checkpoint.hugging_face import dtype_of, read_config, read_generation_defaults
 from jaxserve.checkpoint.loading import load_decoder, model_folder
-from jaxserve.config import EngineConfig, SpeculativeConfig
+from jaxserve.checkpoint.sentence_transformers import StoredPooling, read_pooling
+from jaxserve.config import EngineConfig, PoolerConfig, SpeculativeConfig
 from jaxserve.input_processor import InputProcessor
 from jaxserve.kernels_pallas.matmul import LinearKernel, choose_linear
 from jaxserve.kernels_pallas.paged_attention import XLA, AttentionBackend, choose_attention
@@ -29,6 +30,7 @@ from jaxserve.models.eagle import EagleConfig
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.models.sharding import check_mesh
 from jaxserve.models.weights import decoder_leaves
+from jaxserve.pooling import Pooler
 from jaxserve.progress import CompileProgress
 from jaxserve.runner import determinism
 from jaxserve.runner.runner import Runner
@@ -72,6 +74,7 @@ class Model(NamedTuple):
     load: Callable[[], Decoder | DraftHead]
     defaults: SamplingParams = SamplingParams()
     head: HeadConfig | None = None
+    pooling: StoredPooling | None = None  # what the checkpoint says of embeddings
 
 
 class Prepared(NamedTuple):
@@ -222,6 +225,7 @@ def start(
         seed=config.seed,
         defaults=model.defaults,
         scheduling_policy=config.scheduling_policy,
+        pooler=_pooler(config, model),
     )
     return Parts(model.tokenizer, model.config, max_len, deterministic, plan, scheduler, runner, inputs, controller)
 
@@ -285,6 +289,16 @@ def _given_draft(decoder: Decoder | DraftHead, method: str, model: Model) -> Mod
     return Model(config, model.dtype, None, lambda: decoder, head=decoder.config if is_head else None)
 
 
+def _pooler(config: EngineConfig, model: Model) -> Pooler | None:
+    """How the engine makes embeddings; None if it generates."""
+    if config.runner == "generate" or (config.runner == "auto" and model.pooling is None):
+        return None
+    stored, asked = model.pooling or StoredPooling("LAST", True), config.pooler_config or PoolerConfig()
+    kind = stored.pooling_type if asked.pooling_type is None else asked.pooling_type
+    normalize = stored.normalize if asked.normalize is None else asked.normalize
+    return Pooler(kind, normalize, model.config.hidden_size)
+
+
 def _draft_products(draft: Model | None) -> dict[str, tuple[int, int]]:
     if draft is None:
         return {}
@@ -342,7 +356,8 @@ def _named(config: EngineConfig, tokenizer: Tokenizer | None) -> Model:
         tokenizer = Tokenizer.from_folder(text_folder, vocab_size=model_config.vocab_size)
     dtype = dtype_of(model_config, config.dtype)
     load = lambda: load_decoder(folder, dtype=dtype, max_model_len=config.max_model_len, mesh=config.mesh)
-    return Model(model_config, dtype, tokenizer, load, _defaults(config, folder))
+    pooling = read_pooling(folder) if config.runner != "generate" else None
+    return Model(model_config, dtype, tokenizer, load, _defaults(config, folder), pooling=pooling)
 
 
 def _defaults(config: EngineConfig, folder: Path) -> SamplingParams:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server import logprobs
 from jaxserve.server.message import MessageReader, Parts
@@ -39,13 +40,13 @@ class GenerationFailed(RuntimeError):
 
 
 class AnswerBuilder(ABC):
-    """One answer in the making. Choice `p * n + i` is continuation i of prompt p."""
+    """One answer in the making."""
 
     prefix: str
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         prompts: Sequence[dict[str, Any]],
         tokenizer: Tokenizer,
         *,
@@ -73,6 +74,14 @@ class AnswerBuilder(ABC):
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self.num_cached_tokens),
         )
 
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
+        """The answer, from the complete output of each prompt."""
+
+
+class ChoicesBuilder(AnswerBuilder):
+    """An answer of choices, which may be streamed. Choice `p * n + i` is continuation i of prompt p."""
+
     def events(self, prompt: int, output: RequestOutput) -> list[Answer]:
         """What `output` adds to a prompt's choices, an event for each that has something new."""
         return [self._event([choice]) for choice in self._new(prompt, output) if choice is not None]
@@ -80,10 +89,6 @@ class AnswerBuilder(ABC):
     @abstractmethod
     def usage_event(self) -> Answer:
         """The last event of a stream that asked for the usage."""
-
-    @abstractmethod
-    def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
-        """The answer, from the complete output of each prompt."""
 
     @abstractmethod
     def _event(self, choices: list) -> Answer:
@@ -107,7 +112,7 @@ class AnswerBuilder(ABC):
         return choices
 
 
-class CompletionBuilder(AnswerBuilder):
+class CompletionBuilder(ChoicesBuilder):
     prefix = "cmpl"
 
     def __init__(self, request: CompletionRequest, *arguments: Any, **options: Any):
@@ -160,7 +165,7 @@ class CompletionBuilder(AnswerBuilder):
         return CompletionChoice.model_construct(index=index, text=text, logprobs=lists, **reasons)
 
 
-class ChatBuilder(AnswerBuilder):
+class ChatBuilder(ChoicesBuilder):
     prefix = "chatcmpl"
 
     def __init__(

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from jaxserve import metrics
 from jaxserve.server import handlers, openapi, web_page
+from jaxserve.server.embeddings import EmbeddingAnswer, EmbeddingRequest
 from jaxserve.server.endpoint import BUG, Handler, Post, error_response
 from jaxserve.server.errors import ApiError
 from jaxserve.server.middleware import ApiKeys, RequestIds
@@ -92,6 +93,7 @@ ENDPOINTS = (
     Endpoint("/v1/completions", "Continue texts", CompletionRequest, Completion, handlers.complete),
     Endpoint("/v1/chat/completions", "Answer in a chat", ChatCompletionRequest, ChatCompletion, handlers.complete),
     Endpoint("/v1/responses", "Answer in a conversation", ResponsesRequest, ResponseAnswer, handlers.respond),
+    Endpoint("/v1/embeddings", "Texts as vectors", EmbeddingRequest, EmbeddingAnswer, handlers.embed),
     Endpoint("/v1/models", "The model's names", None, ModelList, _models),
     Endpoint("/v1/models/{model:path}", "The model by one of its names", None, ModelCard, _model),
     Endpoint("/tokenize", "A text or a chat as tokens", TokenizeRequest, TokenizeAnswer, handlers.tokenize),

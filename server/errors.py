@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients know them. Knows no HTTP library."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ _TYPES = {
 }
 _LONGEST = 1000  # characters of a message: it may quote what the client has sent
 _FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*)(?:[:=]| must )")
-_CLIENTS_NAMES = {"prompt_token_ids": "prompt"}
+_CLIENTS_NAMES = {"prompt_token_ids": "prompt", "runner": "model"}
 
 
 class ApiError(Exception):
@@ -50,15 +50,15 @@ class ApiError(Exception):
 
 
 @contextmanager
-def refusals(form: str | None = None) -> Iterator[None]:
-    """Makes a client's error of a ValueError: what the engine refuses begins with the field's name. `form` is what the
-    client calls `structured_outputs`."""
+def refusals(names: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Makes a client's error of a ValueError: what the engine refuses begins with the field's name. `names` are what
+    the client calls fields of the engine, where it has other names for them."""
     try:
         yield
     except ValueError as error:
         message = str(error)
-        if form is not None:
-            message = message.replace("structured_outputs", form, 1)
+        for own, clients in (names or {}).items():
+            message = re.sub(rf"\b{own}\b", clients, message, count=1)
         found = _FIELD.match(message)
         param = found[1] if found else None
         raise ApiError(400, message, param=_CLIENTS_NAMES.get(param, param), code="invalid_value") from None

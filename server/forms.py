@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.tool_calls import Tool, ToolCallReader, ToolFormat
-from jaxserve.structured.grammars import inline_json, schema_of
+from jaxserve.structured.grammars import ANY_OBJECT, inline_json, schema_of
 from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.validation import require
 
@@ -63,7 +63,9 @@ class Function(BaseModel):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema; null is any object.")
-    strict: bool | None = Field(None, description="Without effect: see `tool_choice`.")
+    strict: bool | None = Field(
+        None, description="Calls have arguments that fit `parameters`, also if none is asked for."
+    )
 
 
 class ToolDefinition(BaseModel):
@@ -97,17 +99,20 @@ class ToolCalling:
     ):
         named = choice.function.name if isinstance(choice, NamedTool) else None
         self._format, self._parallel = tool_format, parallel and named is None
+        self.leaves_text_free = False  # whether the answer that `params` asks for may be any text
         functions = [tool.function for tool in tools if named in (None, tool.function.name)]
         self._tools = [Tool(each.name, {"type": "object", **(each.parameters or {})}) for each in functions]
         self._forced = choice not in (None, "auto")
+        self._strict = [bool(each.strict) for each in functions]
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """The parameters under which the answer is what it may be: calls if they are required, else also text."""
         if self._format.shows_special_tokens:
             params = replace(params, skip_special_tokens=False)
         form = params.structured_outputs
-        if not self._forced and form is None:
-            return params
+        self.leaves_text_free = not self._forced and form is None
+        if self.leaves_text_free:
+            return replace(params, structured_outputs=self._free_form()) if any(self._strict) else params
         other = ""
         if not self._forced:
             if form.json is None and not form.json_object:
@@ -117,6 +122,12 @@ class ToolCalling:
             other = " | " + inline_json(schema_of(form), form)
         rules = self._format.grammar(self._tools, parallel=self._parallel)
         return replace(params, structured_outputs=StructuredOutputsParams(grammar=f"start: calls{other}\n{rules}"))
+
+    def _free_form(self) -> StructuredOutputsParams:
+        """Any text, but calls as `strict` tools want them; of the other tools any object is taken."""
+        pairs = zip(self._tools, self._strict, strict=True)
+        tools = [tool if strict else tool._replace(parameters=ANY_OBJECT) for tool, strict in pairs]
+        return StructuredOutputsParams(grammar=self._format.free_grammar(tools))
 
     def reader(self) -> ToolCallReader:
         return ToolCallReader(self._format, [tool.name for tool in self._tools], parallel=self._parallel)

@@ -1,12 +1,14 @@
-"""What each POST does with its body: generation, whole or streamed, and the tokenizer's two ways. Knows no HTTP."""
+"""What each POST does with its body: answers, whole or streamed, and the tokenizer's two ways. Knows no HTTP."""
 
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 
+from jaxserve.beam_search import BeamSearchParams
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.answers import AnswerBuilder, ChatBuilder, CompletionBuilder
+from jaxserve.server.embeddings import FIELD_NAMES, EmbeddingBuilder, EmbeddingRequest
 from jaxserve.server.endpoint import Call
 from jaxserve.server.errors import ApiError, refusals
 from jaxserve.server.protocol import (
@@ -38,6 +40,11 @@ async def respond(service: Service, call: Call, request: ResponsesRequest) -> st
     return generation.events() if request.stream else await generation.whole()
 
 
+async def embed(service: Service, call: Call, request: EmbeddingRequest) -> str:
+    """Embeddings."""
+    return await Generation(service, call, request).whole()
+
+
 class Generation:
     """One request on its way through the engine."""
 
@@ -45,19 +52,26 @@ class Generation:
         self,
         service: Service,
         call: Call,
-        request: CompletionRequest | ChatCompletionRequest,
+        request: CompletionRequest | ChatCompletionRequest | EmbeddingRequest,
         chat_builder: Callable[..., ChatBuilder] = ChatBuilder,
     ):
         self._chat_builder = chat_builder
         self._service, self._call, self._request = service, call, request
         self._model = service.check_model(request.model)
         tenant = call.tenant or request.user or ""
-        defaults = service.default_sampling_params
+        self._beams: BeamSearchParams | None = None
         with refusals():
-            self._params = request.sampling_params(defaults, tenant=tenant)
+            if isinstance(request, EmbeddingRequest):
+                self._params = request.pooling_params(tenant=tenant)
+            else:
+                self._params = request.sampling_params(service.default_sampling_params, tenant=tenant)
+                self._beams = request.beam_search(self._params, tenant=tenant)
         self._num_prompts = 1 if isinstance(request, ChatCompletionRequest) else len(request.prompts())
+        each = self._beams.beam_width if self._beams is not None else getattr(self._params, "n", 1)
+        self._num_answers = self._num_prompts * each
         if self._num_prompts > (most := service.config.max_prompts_per_request):
-            raise ApiError(400, f"prompt: {self._num_prompts} prompts: must be at most {most}", param="prompt")
+            field = "input" if isinstance(request, EmbeddingRequest) else "prompt"
+            raise ApiError(400, f"{field}: {self._num_prompts} prompts: must be at most {most}", param=field)
 
     async def whole(self) -> str:
         outputs: list[RequestOutput | None] = [None] * self._num_prompts
@@ -88,12 +102,13 @@ class Generation:
     async def _outputs(self) -> AsyncIterator[tuple[AnswerBuilder, int, RequestOutput]]:
         """(the answer in the making, index of the prompt, what is new)."""
         service, call = self._service, self._call
-        interval = self._request.stream_interval or service.config.stream_interval
-        with service.places(self._num_prompts * self._params.n):
+        interval = getattr(self._request, "stream_interval", None) or service.config.stream_interval
+        with service.places(self._num_answers):
             builder = await service.in_thread(self._prepare)
             spans = self._spans(builder)
             try:
-                outputs = service.outputs(builder.prompts, self._params, arrival_time=call.started, interval=interval)
+                asked = self._beams or self._params
+                outputs = service.outputs(builder.prompts, asked, arrival_time=call.started, interval=interval)
                 async with aclosing(outputs) as arriving:
                     async for prompt, output in arriving:
                         if call.first_output is None:
@@ -128,14 +143,18 @@ class Generation:
     def _prepare(self) -> AnswerBuilder:
         service, request = self._service, self._request
         names = {"request_id": self._call.request_id, "model": self._model}
+        if isinstance(request, EmbeddingRequest):
+            with refusals(FIELD_NAMES):
+                prompts = service.checked_prompts(request, self._params)
+            return EmbeddingBuilder(request, self._params, prompts, service.tokenizer, **names)
         is_chat, tools = isinstance(request, ChatCompletionRequest), None
         form = "response_format" if request.response_format is not None else None
         if is_chat and form is None and request.structured_outputs is None and request.may_call:
             form = "tools"
-        with refusals(form=form):
+        with refusals(form and {"structured_outputs": form}):
             if is_chat and (tools := service.tool_calling(request)) is not None:
                 self._params = tools.params(self._params)
-            prompts = service.checked_prompts(request, self._params)
+            prompts = service.checked_prompts(request, self._beams or self._params)
         if not is_chat:
             return CompletionBuilder(request, self._params, prompts, service.tokenizer, **names)
         reader = partial(service.message_reader, request, self._params, prompts[0].get("prompt", ""), tools)

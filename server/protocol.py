@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.beam_search import MAX_BEAMS, BeamSearchParams
+from jaxserve.sampling_params import INT32_MAX, MAX_LOGPROBS, SamplingParams
 from jaxserve.server.forms import MAX_TOOLS, ResponseFormat, ToolChoice, ToolDefinition, check_tools
 from jaxserve.validation import require
 
@@ -26,6 +27,12 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = Field(None, description="One of the names in /v1/models; null is the first of them.")
+
+
+def several_prompts(given: Prompt | list[Prompt]) -> list[Prompt]:
+    """A list of prompts, also of one."""
+    several = isinstance(given, list) and given and not isinstance(given[0], int)
+    return given if several else [given]
 
 
 class StreamOptions(BaseModel):
@@ -70,6 +77,9 @@ class GenerationRequest(SamplingFields):
     """What completions and chats have in common, OpenAI's fields without effect included (see WITHOUT_EFFECT)."""
 
     response_format: ResponseFormat | None = None
+    use_beam_search: bool | None = Field(None, description="The n likeliest answers; not in streams.")
+    length_penalty: float | None = Field(None, description="Of beams: the power of the length that scores are over.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beams, as transformers has it.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = Field(None, ge=1, description="Tokens that are joined into one event.")
@@ -92,6 +102,26 @@ class GenerationRequest(SamplingFields):
     def sampling_params(self, defaults: SamplingParams, *, tenant: str = "") -> SamplingParams:
         """The engine's parameters; what the request leaves open is as `defaults` say. ValueError for what cannot be."""
         raise NotImplementedError
+
+    def beam_search(self, params: SamplingParams, *, tenant: str = "") -> BeamSearchParams | None:
+        """The search that is asked for, `params` being those of the request; None for none. ValueError for fields that
+        do not go with one."""
+        own = {name: getattr(self, name) for name in ("length_penalty", "early_stopping")}
+        given = {name: value for name, value in own.items() if value is not None}
+        if not self.use_beam_search:
+            for name, value in given.items():
+                require(False, name, value, "left out unless use_beam_search is true")
+            return None
+        for name in type(self).model_fields.keys() - WITH_BEAMS:
+            value = getattr(self, name)
+            allowed = value is None or value is False or value in NEUTRAL.get(name, ())
+            require(allowed, name, value, "left out where use_beam_search is true")
+        widest = "n" if getattr(self, "best_of", None) is None else "best_of"
+        width = params.n if widest == "n" else self.best_of
+        require(params.n <= width <= MAX_BEAMS, widest, width, f"an integer from n={params.n} to {MAX_BEAMS}")
+        shared = {name: getattr(params, name) for name in ("n", "ignore_eos", "priority", "cache_salt")}
+        most = INT32_MAX if params.max_tokens is None else params.max_tokens
+        return BeamSearchParams(beam_width=width, max_tokens=most, tenant=tenant, **shared, **given)
 
     def _params(self, defaults: SamplingParams, tenant: str, **changes: Any) -> SamplingParams:
         if not self.stream:
@@ -126,6 +156,16 @@ WITHOUT_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
+# What else goes with beams: a search has neither temperature nor chance, and the model's own distribution.
+WITH_BEAMS = frozenset(
+    (
+        *("model", "prompt", "messages", "n", "best_of", "max_tokens", "max_completion_tokens", "ignore_eos", "seed"),
+        *("use_beam_search", "length_penalty", "early_stopping", "priority", "cache_salt", "skip_special_tokens"),
+        *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
+        *("include_reasoning", *WITHOUT_EFFECT),
+    )
+)
+NEUTRAL = {"temperature": (0, 1), "top_p": (1,), "frequency_penalty": (0,), "presence_penalty": (0,)}
 
 
 class CompletionRequest(GenerationRequest):
@@ -133,14 +173,13 @@ class CompletionRequest(GenerationRequest):
     logprobs: Count | None = None
     echo: bool | None = None
     suffix: Any = Field(None, description="Not supported.")
-    best_of: int | None = Field(None, description="Not supported, unless it is n.")
+    best_of: int | None = Field(None, description="With use_beam_search the beams that are followed; else only n.")
 
     def prompts(self) -> list[Prompt]:
-        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
-        return self.prompt if several else [self.prompt]
+        return several_prompts(self.prompt)
 
     def sampling_params(self, defaults: SamplingParams, *, tenant: str = "") -> SamplingParams:
-        self._refuse(suffix=("",), best_of=(self.n or 1,))
+        self._refuse(suffix=("",), best_of=(self.best_of if self.use_beam_search else self.n or 1,))
         changes = {"logprobs": self.logprobs}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             changes["prompt_logprobs"] = self.logprobs

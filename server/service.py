@@ -14,12 +14,15 @@ from typing import Any
 
 from jaxserve import metrics
 from jaxserve.async_engine import AsyncEngine
+from jaxserve.beam_search import BeamSearchParams
 from jaxserve.config import EngineConfig
 from jaxserve.messages import EngineDeadError
 from jaxserve.outputs import RequestOutput
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import DEMO_NAME, ServerConfig
+from jaxserve.server.embeddings import EmbeddingRequest
 from jaxserve.server.errors import ApiError
 from jaxserve.server.forms import ToolCalling
 from jaxserve.server.message import MessageReader, tool_calling
@@ -35,6 +38,7 @@ RED_SECONDS = 2.0  # how long /health tells of a dead engine before the server e
 
 METRICS_SECONDS = 2.0
 
+RequestParams = SamplingParams | PoolingParams | BeamSearchParams
 StartEngine = Callable[[CompileProgress], AsyncEngine]
 
 
@@ -197,7 +201,9 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def checked_prompts(
-        self, request: CompletionRequest | ChatCompletionRequest, params: SamplingParams
+        self,
+        request: CompletionRequest | ChatCompletionRequest | EmbeddingRequest,
+        params: RequestParams,
     ) -> list[dict[str, Any]]:
         """The request's prompts as token ids and texts; ValueError for what the engine could not honour."""
         if isinstance(request, ChatCompletionRequest):
@@ -218,7 +224,8 @@ class Service:
         """What reads a choice of the answer to a chat."""
         reasoning = None
         # An answer of a given form is all answer: the form leaves no room for thoughts.
-        if self.config.reasoning_parser is not None and params.structured_outputs is None:
+        free = params.structured_outputs is None or (tools is not None and tools.leaves_text_free)
+        if self.config.reasoning_parser is not None and free:
             begun = PARSERS[self.config.reasoning_parser] or prompt.rstrip().endswith(BEGIN)
             reasoning = ReasoningReader(begun=begun)
         shows = request.include_reasoning is not False
@@ -244,7 +251,12 @@ class Service:
         return self.tokenizer.encode(request.prompt, add_special_tokens=special)
 
     async def outputs(
-        self, prompts: Sequence[dict[str, Any]], params: SamplingParams, *, arrival_time: float, interval: int = 1
+        self,
+        prompts: Sequence[dict[str, Any]],
+        params: RequestParams,
+        *,
+        arrival_time: float,
+        interval: int = 1,
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the prompt, what is new), as it comes; `interval` tokens of a choice are joined, after the first.
 

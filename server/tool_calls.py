@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jaxserve.structured.grammars import inline_json, marker, text_literal
+from jaxserve.structured.grammars import inline_json, marker, text_literal, triggered
 from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.validation import lone_surrogate
 
@@ -75,6 +75,10 @@ class ToolFormat(ABC):
         """The rule `calls` of a Lark grammar, and those that it needs: one call, or one or more."""
 
     @abstractmethod
+    def free_grammar(self, tools: Sequence[Tool]) -> str:
+        """A whole Lark grammar of texts in which what begins like a call is one of a tool, with arguments that fit."""
+
+    @abstractmethod
     def take(self, text: str, names: Collection[str], *, before: Before, final: bool) -> Taken:
         """Read what is certain at the beginning of `text`; all of it if it is `final`. `before`: what it follows."""
 
@@ -114,6 +118,11 @@ class Hermes(ToolFormat):
         wrapped = f'wrapped: {begin} "\\n" call "\\n" {end}'
         return "\n".join(["calls: wrapped" + (' ("\\n" wrapped)*' if parallel else ""), wrapped, *self._objects(tools)])
 
+    def free_grammar(self, tools: Sequence[Tool]) -> str:
+        begin, end = self.markers
+        body = f'"\\n" call "\\n" {marker(end, self.special_tokens)}'
+        return "\n".join([triggered({begin: [body]}, self.special_tokens), *self._objects(tools)])
+
     def take(self, text: str, names: Collection[str], *, before: Before, final: bool) -> Taken:
         begin, end = self.markers
         at = text.find(begin)
@@ -138,16 +147,22 @@ class Llama3Json(ToolFormat):
 
     name = "llama3_json"
     arguments_key = "parameters"
+    tag = "<|python_tag|>"
     markers = ()  # the tag is not needed, and without it in the text there is nothing to take away
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
         return "\n".join(["calls: call" + (' ("; " call)*' if parallel else ""), *self._objects(tools)])
 
+    def free_grammar(self, tools: Sequence[Tool]) -> str:
+        start = f"start: {marker(self.tag, self.special_tokens)}? calls | TEXT"
+        text = r"TEXT: /[ \n\r\t]*([^ \n\r\t{<](.|\n)*|<([^|](.|\n)*)?)?/"  # neither a brace first nor the tag
+        return "\n".join([start, text, self.grammar(tools, parallel=True)])
+
     def take(self, text: str, names: Collection[str], *, before: Before, final: bool) -> Taken:
         as_text = Taken(text, [], "")
         if before == "text":
             return as_text
-        tag, body = "<|python_tag|>", text.lstrip(" \n\r\t" if before == "nothing" else "; \n\r\t")
+        tag, body = self.tag, text.lstrip(" \n\r\t" if before == "nothing" else "; \n\r\t")
         if before == "nothing" and body.startswith(tag):
             body = body.removeprefix(tag).lstrip()
         if not final and (not body or (before == "nothing" and tag.startswith(body))):
@@ -173,6 +188,10 @@ class Mistral(ToolFormat):
         begin = marker(self.markers[0], self.special_tokens)
         calls = 'call (", " call)*' if parallel else "call"
         return "\n".join([f'calls: {begin} "[" {calls} "]"', *self._objects(tools)])
+
+    def free_grammar(self, tools: Sequence[Tool]) -> str:
+        body = '"[" call (", " call)* "]"'
+        return "\n".join([triggered({self.markers[0]: [body]}, self.special_tokens), *self._objects(tools)])
 
     def take(self, text: str, names: Collection[str], *, before: Before, final: bool) -> Taken:
         [begin] = self.markers

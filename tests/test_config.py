@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig, SpeculativeConfig, cache_folder
+from jaxserve.config import EngineConfig, PoolerConfig, SpeculativeConfig, cache_folder
 
 WRONG = {
     "linear_backend": ["reference", "cuda", None],
@@ -33,6 +33,8 @@ WRONG = {
     "compile": ["warm-up", "eager", True, None],
     "compilation_cache_dir": [3, False],
     "speculative_config": ["ngram", 3, ["ngram"], True],
+    "runner": ["embed", "Pooling", None, True],
+    "pooler_config": ["MEAN", 3, ["MEAN"], True],
     "mesh": ["model", 2, (1, 2)],
 }
 WRONG_SPECULATION = {
@@ -59,6 +61,15 @@ def test_wrong_values_of_speculation_are_refused_with_field_value_and_rule():
                 SpeculativeConfig(**{"method": "ngram", field: value})
             assert field in str(error.value)
             assert repr(value) in str(error.value)
+
+
+def test_wrong_values_of_pooling_are_refused():
+    for values in ({"pooling_type": "mean"}, {"pooling_type": "CLS"}, {"normalize": 1}, {"normalize": "yes"}):
+        [(field, value)] = values.items()
+        with pytest.raises(ValueError, match=f"^{field}={value!r}: {field} must be one of None, "):
+            EngineConfig(pooler_config=values)
+    with pytest.raises(TypeError, match="did you mean 'pooling_type'"):
+        EngineConfig(pooler_config={"pooling": "MEAN"})
 
 
 def test_speculation_may_be_a_dict():
@@ -134,6 +145,8 @@ def test_right_values_are_kept():
         "compile": "warmup",
         "compilation_cache_dir": "",
         "speculative_config": SpeculativeConfig(method="draft_model", model="a-model", num_speculative_tokens=15),
+        "runner": "pooling",
+        "pooler_config": PoolerConfig(pooling_type="MEAN", normalize=False),
         "mesh": jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("model",)),
     }
     config = EngineConfig.from_dict(values)

@@ -106,6 +106,9 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> None:
         described = file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json")
         if file.is_file() and (described or file.name.startswith(("LICENSE", "NOTICE"))):
             shutil.copyfile(file, folder / file.name)
+        elif (part := file / "config.json").is_file():  # of sentence-transformers' pooling
+            (folder / file.name).mkdir()
+            shutil.copyfile(part, folder / file.name / part.name)
     file = source / "config.json"
     config = parse_json(file.read_bytes(), file) | {"dtype": dtype, "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

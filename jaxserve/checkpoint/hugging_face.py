@@ -49,6 +49,7 @@ _GENERATION_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+_BARE_EMBED = "embed_tokens.weight"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -96,6 +97,8 @@ def read_config(folder: Path, *, max_model_len: int | None = None) -> ModelConfi
     Where `config.json` names no dtype, it is the one that all tensors are stored in, if there is one.
     """
     values = _read_json(folder / "config.json")
+    if (folder / "modules.json").is_file():
+        values |= _without_head(folder, values)
     generation_file = folder / "generation_config.json"
     if generation_file.is_file():
         where, defaults = "generation_config.json", {"eos_token_id": None}
@@ -108,6 +111,16 @@ def read_config(folder: Path, *, max_model_len: int | None = None) -> ModelConfi
         known = [_STORED_DTYPES[name].name for name in stored if name in _STORED_DTYPES]
         config = replace(config, dtype=known[0] if len(known) == 1 else None)
     return config
+
+
+def _without_head(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """What is to be read differently of a model for embeddings: it may be stored, and called, as one without a head.
+    The embedding then stands in its place; nobody asks for it."""
+    changes, names = {}, values.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and str(names[0]).endswith("Model"):
+        changes["architectures"] = [f"{names[0].removesuffix('Model')}ForCausalLM"]
+    stored = holds_safetensors(folder) and "lm_head.weight" not in read_headers(folder)
+    return changes | ({"tie_word_embeddings": True} if stored else {})
 
 
 def read_generation_defaults(folder: Path) -> dict[str, Any]:
@@ -154,6 +167,9 @@ def load_hugging_face(
 def model_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors that the model is made of, checked: names, shapes, dtypes, and that a tied head is the embedding."""
     tensors = read_headers(folder)
+    if _BARE_EMBED in tensors:  # a model without its head, stored by itself
+        bare = lambda name: name != "lm_head.weight"
+        tensors = {f"model.{name}" if bare(name) else name: tensor for name, tensor in tensors.items()}
     if config.tie_word_embeddings and "lm_head.weight" in tensors:
         _check_tied_head(tensors)
         del tensors["lm_head.weight"]
@@ -219,6 +235,11 @@ def read_headers(folder: Path, name: str = "model.safetensors") -> dict[str, Sto
         if tensor not in tensors or tensors[tensor].file.name != file_name:
             raise CheckpointError(f"{index_file}: tensor {tensor!r} is not in {file_name}")
     return tensors
+
+
+def holds_safetensors(folder: Path) -> bool:
+    """Whether the folder holds tensors for `read_headers`."""
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:

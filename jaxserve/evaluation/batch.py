@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from jaxserve.beam_search import BeamSearchParams
 from jaxserve.config import EngineConfig
 from jaxserve.evaluation.executors import items_at_once
 from jaxserve.evaluation.results import ResultsFile
 from jaxserve.outputs import RequestOutput
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.progress import item_bar
 from jaxserve.request import GRAMMAR_GAVE_UP, NO_TOKEN_LEFT
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.answers import AnswerBuilder, ChatBuilder, CompletionBuilder, GenerationFailed
 from jaxserve.server.config import DEMO_NAME
+from jaxserve.server.embeddings import FIELD_NAMES, EmbeddingBuilder, EmbeddingRequest
 from jaxserve.server.errors import ApiError, refusals, wrong_body
 from jaxserve.server.forms import ToolCalling
 from jaxserve.server.message import MessageReader, tool_calling
@@ -28,7 +32,12 @@ from jaxserve.validation import require
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
 
-TYPES = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatCompletionRequest}
+TYPES = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+}
+AnyRequest = CompletionRequest | ChatCompletionRequest | EmbeddingRequest
 INVALID_LINE = "invalid_line"
 _FIELDS = ("custom_id", "method", "url", "body")
 
@@ -43,7 +52,7 @@ class BatchLine:
 
     digest: str
     custom_id: str | None = None
-    request: CompletionRequest | ChatCompletionRequest | None = None
+    request: AnyRequest | None = None
     error: ApiError | None = None
 
     def answer(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -108,12 +117,12 @@ def _line(number: int, raw: bytes, seen: dict[str, int], model_name: str | None)
     return BatchLine(digest, custom_id, request)
 
 
-def _request(kind: type, body: str, model_name: str | None) -> CompletionRequest | ChatCompletionRequest:
+def _request(kind: type, body: str, model_name: str | None) -> AnyRequest:
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
         raise wrong_body(error, list(kind.model_fields)) from None
-    if request.stream:
+    if getattr(request, "stream", None):
         raise ApiError(400, "stream: it must be left out in a batch", param="stream", code="invalid_value")
     if model_name is not None and request.model not in (None, model_name):
         message = f"model={request.model!r}: no such model: this batch has {model_name}"
@@ -165,21 +174,28 @@ class BatchEngine:
         try:
             if line.error is not None:
                 raise line.error
-            with refusals():
-                builder = self._builder(line)
+            with refusals(FIELD_NAMES if isinstance(line.request, EmbeddingRequest) else None):
+                builder, params = self._builder(line)
         except ApiError as error:
             return line.failure(error)
         item = _Open(number, line, builder)
         for prompt in builder.prompts:
             request_id = f"line-{self._num_requests}"
-            self._engine.add_request(request_id, prompt, builder.params)
+            self._engine.add_request(request_id, prompt, params)
             self._num_requests += 1
             self._open[request_id], item.outputs[request_id] = item, None
         return None
 
-    def _builder(self, line: BatchLine) -> AnswerBuilder:
+    def _builder(self, line: BatchLine) -> tuple[AnswerBuilder, SamplingParams | PoolingParams | BeamSearchParams]:
+        """What makes the answer, and what the engine is asked for."""
         request, processor = line.request, self._engine.input_processor
+        names = {"request_id": line.digest, "model": request.model or self._model_name}
+        if isinstance(request, EmbeddingRequest):
+            params = request.pooling_params()
+            checked = [processor.check(prompt, params) for prompt in request.prompts()]
+            return EmbeddingBuilder(request, params, checked, self._engine.tokenizer, **names), params
         params = request.sampling_params(self._engine.default_sampling_params)
+        beams = request.beam_search(params)
         if params.seed is None:  # not by when it arrives: a resumed batch gives the same answers
             params = replace(params, seed=int(line.digest[:15], 16))
         if isinstance(request, ChatCompletionRequest):
@@ -189,9 +205,9 @@ class BatchEngine:
                 build, params = partial(ChatBuilder, reader=partial(_reader, tools)), tools.params(params)
         else:
             build, prompts = CompletionBuilder, request.prompts()
-        checked = [processor.check(prompt, params) for prompt in prompts]
-        names = {"request_id": line.digest, "model": request.model or self._model_name}
-        return build(request, params, checked, self._engine.tokenizer, **names)
+        asked = beams or params
+        checked = [processor.check(prompt, asked) for prompt in prompts]
+        return build(request, params, checked, self._engine.tokenizer, **names), asked
 
     def _finished(self, item: _Open, output: RequestOutput) -> bool:
         """Take in what is new; whether that was the last of the line's prompts."""

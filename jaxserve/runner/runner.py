@@ -32,14 +32,15 @@ from jaxserve.speculative.ngram import NgramProposer
 
 
 class StepResult(NamedTuple):
-    """A step's results on the host: `finite` per query row; `tokens` and `logprobs` (None after a greedy head) per
-    sampled row; `scores` and `whole` per row asked for, junk behind."""
+    """A step's results on the host: `finite` and `hidden` (None unless asked for) per query row; `tokens` and
+    `logprobs` (None after a greedy head) per sampled row; `scores` and `whole` per row asked for, junk behind."""
 
     finite: np.ndarray
     tokens: np.ndarray
     logprobs: Logprobs | None
     scores: Logprobs | None
     whole: np.ndarray | None  # [rows, vocab]
+    hidden: np.ndarray | None  # [max_tokens, hidden]
 
 
 class StepHandle(NamedTuple):
@@ -49,6 +50,7 @@ class StepHandle(NamedTuple):
     sampled: Sampled | None
     scores: list[Logprobs]
     whole: list[jax.Array]
+    hidden: jax.Array | None = None
 
     def result(self) -> StepResult:
         """Wait for the step."""
@@ -61,6 +63,7 @@ class StepHandle(NamedTuple):
             logprobs,
             Logprobs(*map(np.concatenate, zip(*self.scores, strict=True))) if self.scores else None,
             np.concatenate(self.whole) if self.whole else None,
+            None if self.hidden is None else np.asarray(self.hidden),
         )
 
     def copy_to_host(self) -> None:
@@ -241,18 +244,26 @@ class Runner:
         *,
         scores: Sequence[ScoreRow] = (),
         whole: Sequence[int] = (),
+        keep_hidden: bool = False,
     ) -> StepHandle:
         """Dispatch the head of a step; the results are read later with `StepHandle.result`.
 
         `masks` [rows, mask_words(vocab)] as `MaskBuilder` makes them. `scores` are rows to score given tokens after,
-        `whole` are query rows after which the whole vocabulary's log-probabilities are wanted.
+        `whole` are query rows after which the whole vocabulary's log-probabilities are wanted. `keep_hidden`: the
+        hidden rows are, too.
         """
         runs, head, hidden, finite, _ = computed
         sampled = None
         if head is not None:
             packed = inputs.pack_head(runs, head.bucket, self.num_slots), *(() if masks is None else (masks,))
             self.slots, sampled = self.compiler.get(head)(self.weights, self.slots, hidden, *packed)
-        handle = StepHandle(finite, sampled, self._score(hidden, scores), self._score_all(hidden, whole))
+        handle = StepHandle(
+            finite,
+            sampled,
+            self._score(hidden, scores),
+            self._score_all(hidden, whole),
+            hidden if keep_hidden else None,
+        )
         handle.copy_to_host()
         self._dispatched[:] = [handle]
         return handle

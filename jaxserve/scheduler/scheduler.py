@@ -78,12 +78,15 @@ class Scheduler:
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []  # in the policy's order
         self.preempted: list[Request] = []  # waiting for their step in flight
+        self.held: list[Request] = []  # beams that have ended, whose pages their forks will share
         self.stats = SchedulerStats()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     # ---- requests come and go -------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
+        if request.fork_of is not None:
+            request.fork_of.num_forks += 1
         self.policy.joined(request)
         self.waiting.add(request)
 
@@ -99,9 +102,33 @@ class Scheduler:
             self.preempted.remove(request)
         elif request.state is RequestState.WAITING:
             self.waiting.remove(request)
+            self._has_forked(request)
         if request.state is not RequestState.FINISHED:
             self.policy.left(request)
         request.state = RequestState.FINISHED
+
+    def _hold(self, request: Request) -> None:
+        """Take a beam out that has ended, but keep its pages for its forks: until the last of these has been admitted,
+        or is gone, or others need the room."""
+        pages, request.pages = request.pages, []
+        self.finish(request)
+        request.pages = pages
+        self.held.append(request)
+
+    def release(self, request: Request) -> None:
+        """Give back the pages of a beam that nobody goes on from."""
+        if request in self.held:
+            self.held.remove(request)
+            self.pool.release(request.pages)
+            request.pages = []
+
+    def _has_forked(self, request: Request) -> None:
+        """A request shares its source's pages now, or is gone."""
+        source = request.fork_of
+        if source is not None and request.num_admissions == 0:
+            source.num_forks -= 1
+            if source.num_forks == 0:
+                self.release(source)
 
     def complete(self, entry: PlanEntry, tokens: Sequence[int], finite: bool) -> int:
         """The step of this entry has arrived. Returns how many of its tokens the request took.
@@ -133,7 +160,9 @@ class Scheduler:
                     self.policy.computed(request, request.num_computed - accepted, request.num_computed)
             if request.num_confirmed >= (request.num_registered + 1) * self.page_size:
                 self._register_pages(request)
-        if request.finish_reason is not None:
+        if request.finish_reason is not None and request.num_following and request.state is RequestState.RUNNING:
+            self._hold(request)
+        elif request.finish_reason is not None:
             self.finish(request)
         elif request.state is RequestState.PREEMPTED and request.steps_in_flight == 0:
             self.preempted.remove(request)
@@ -164,9 +193,11 @@ class Scheduler:
         token go on over the keys and values that they have, which nobody else may share.
         """
         self.pool.drop_cache()
+        while self.held:
+            self.release(self.held[-1])
         for request in (*self.running, *self.waiting):
-            if request.next_to_score is not None:  # one version scores the whole prompt
-                request.restart_scores()
+            if request.needs_hidden_from is not None:  # one version scores or pools the whole prompt
+                request.restart_prompt()
         for request in reversed(list(self.running)):
             if recompute or not request.output_token_ids:
                 self._preempt(request)
@@ -277,6 +308,10 @@ class Scheduler:
         )
         shared = [i for i in written if self.pool.references(request.pages[i]) > 1]
         while (pages := self.pool.allocate(len(shared) + max(needed - len(request.pages), 0))) is None:
+            if self.held:
+                self.release(self.held[-1])
+                shared = [i for i in shared if self.pool.references(request.pages[i]) > 1]
+                continue
             victim = self.running[-1]
             if any(entry.request is victim for entry in plan.entries):
                 return False  # nobody later is left: wait for a page
@@ -398,10 +433,14 @@ class Scheduler:
         needed = self._num_pages(request) - len(shared)
         room = self.pool.num_free - self.pool.num_unowned(shared) - needed
         if room < self._reserve(len(self.running)):
-            return False
+            if not self.held:
+                return False
+            self.release(self.held[-1])
+            return self._admit(request, plan, budget)
         self.pool.share(shared)
         if request.fork_of is not None:
             request.fork_of.writable = 0  # it may share its last page now
+            self._has_forked(request)
         self._start(request, plan, [*shared, *self.pool.allocate(needed)], num_computed, write_start)
         return True
 
@@ -409,17 +448,18 @@ class Scheduler:
         """(pages to share, tokens computed, first position to write). The last token is always computed."""
         num_tokens = len(request.token_ids)
         source = request.fork_of
-        if source is not None and source.state is RequestState.RUNNING and not (request.num_admissions or source.stale):
-            return source.pages[: -(-num_tokens // self.page_size)], num_tokens - 1, num_tokens
-        if not self.pool.enable_prefix_caching:
+        if source is not None and source.pages and not (request.num_admissions or source.stale):
+            cached = source.num_prompt_tokens
+            pages = source.pages[: -(-cached // self.page_size)]
+        elif not self.pool.enable_prefix_caching:
             return [], 0, 0
-        names = request.hashes(num_tokens // self.page_size, self.page_size)
-        pages = self.pool.lookup(names)
-        cached = len(pages) * self.page_size
-        # Cached keys and values are shared, but a token's log-probability needs the hidden state before it.
-        needed = num_tokens if request.next_to_score is None else request.next_to_score
+        else:
+            pages = self.pool.lookup(request.hashes(num_tokens // self.page_size, self.page_size))
+            cached = len(pages) * self.page_size
+        # Cached keys and values are shared, but hidden states are not kept.
+        needed = request.needs_hidden_from
         known = max(cached - 1, 0) if self.recomputes_last else cached
-        return pages, min(known, num_tokens - 1, needed - 1), cached
+        return pages, min(known, num_tokens - 1, num_tokens if needed is None else needed), cached
 
     def _start(self, request: Request, plan: StepPlan, pages: list[int], num_computed: int, write_start: int) -> None:
         self.waiting.remove(request)
@@ -445,7 +485,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless pages and slots are accounted for."""
-        self.pool.check_integrity([request.pages for request in self.running])
+        self.pool.check_integrity([request.pages for request in (*self.running, *self.held)])
         slots = sorted([*self._free_slots, *(request.slot for request in self.running)])
         if slots != list(range(self.max_num_seqs)):
             raise RuntimeError(f"slots are lost or doubled: {slots}")

@@ -46,7 +46,7 @@ WRONG = {
     "too long": (completion("w4", "x" * 200), 400, "prompt: 200 tokens: must be fewer"),
     "stream": (completion("w5", "Hi", stream=True), 400, "stream: it must be left out in a batch"),
     "empty chat": (request("w6", {"messages": []}, "/v1/chat/completions"), 400, "messages="),
-    "url": (request("w7", {"input": "Hi"}, "/v1/embeddings"), None, "url='/v1/embeddings'"),
+    "url": (request("w7", {"input": "Hi"}, "/v1/images"), None, "url='/v1/images'"),
     "method": (request("w8", {"prompt": "Hi"}, method="GET"), None, "method='GET'"),
     "body": (request("w9", "Hi"), None, "body='Hi': body must be an object"),
     "field": (request("w10", {}, extra=1), None, "extra: unknown field"),

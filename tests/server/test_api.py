@@ -354,7 +354,7 @@ def test_health_ready_and_version(server):
 def test_the_description_has_every_path_and_type(server):
     document = server.client.get("/openapi.json").json()
     taken = {path for path, methods in document["paths"].items() if "post" in methods}
-    assert taken == {COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"}
+    assert taken == {COMPLETIONS, CHAT, "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"}
     assert {"/v1/models", "/v1/models/{model}", "/health", "/ready", "/version", "/metrics"} <= set(document["paths"])
     text = json.dumps(document)
     schemas = document["components"]["schemas"]

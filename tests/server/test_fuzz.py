@@ -12,6 +12,7 @@ import httpx
 import pytest
 from server_tools import byte_engine, local_server
 
+from jaxserve.server.embeddings import EmbeddingRequest
 from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxserve.server.responses import ResponsesRequest
 
@@ -19,6 +20,7 @@ TYPES = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
