@@ -92,7 +92,7 @@ def token_budget() -> None:
     """Gaps of eight decoding clients, quiet and while a long prompt is computed, and that prompt's first token."""
     rows = []
     for length, tokens, most in ((1000, 300, 1600), (4000, 600, 4700)):
-        for budget in (32, 64, 128, 256, None):
+        for budget in (16, 32, 64, 128, 256, None):
             engine = {"max_model_len": most, "max_num_seqs": 16, "max_num_batched_tokens": budget or most}
             engine |= {} if budget else {"enable_chunked_prefill": False}
             find = lambda url, case=(length, tokens): asyncio.run(long_prompt_among_decoders(url, *case))
@@ -123,13 +123,18 @@ def most_sequences() -> None:
 
 
 def sizes_and_switches() -> None:
-    """Page size, prefix caching and determinism: throughput and first tokens of 16 clients."""
+    """Page size, prefix caching, determinism and drafts: throughput and first tokens of 16 clients."""
     plain = fixed(32, 200, 64)
     shared = share_prefix(fixed(32, 40, 64), 600, 1.0)
     cases = [(f"page_size {size}", {"page_size": size}, plain) for size in (8, 16, 32, 64)]
     cases += [(f"shared prefix, caching {on}", {"enable_prefix_caching": on}, shared) for on in (True, False)]
     cases += [(f"random prompts, caching {on}", {"enable_prefix_caching": on}, plain) for on in (True, False)]
     cases += [(f"deterministic {on}", {"deterministic": on}, plain) for on in (True, False)]
+    ngram = {"method": "ngram", "num_speculative_tokens": 7}
+    cases += [
+        (f"ngram, length {control}", {"speculative_config": ngram | {"length_control": control}}, plain)
+        for control in ("auto", "fixed")
+    ]
     rows = []
     for name, engine, work in cases:
         report = serve_and(closed_loop(work, 16), max_num_seqs=16, **engine)
