@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from jaxserve.text.stop_strings import held_back
+
 BEGIN, END = "<think>", "</think>"
 # vLLM's names: whether the text begins within the thoughts although it does not say so.
 PARSERS = {"deepseek_r1": True, "qwen3": False}
@@ -45,8 +47,7 @@ class ReasoningReader:
         if found:
             self._text, self._state = rest, self._after
             return Split(self._shown(thought), "")
-        longest = 0 if final else min(len(END) - 1, len(thought))
-        held = next((length for length in range(longest, 0, -1) if END.startswith(thought[-length:])), 0)
+        held = 0 if final else held_back(thought, [END])
         self._text = thought[len(thought) - held :]
         return Split(self._shown(thought[: len(thought) - held]), "")
 

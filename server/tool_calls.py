@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxserve.structured.grammars import inline_json, marker, text_literal, triggered
 from jaxserve.structured.params import StructuredOutputsParams
+from jaxserve.text.stop_strings import held_back
 from jaxserve.validation import lone_surrogate
 
 _COMPACT = StructuredOutputsParams(json_object=True)  # how the arguments' whitespace is written
@@ -274,8 +275,7 @@ class ToolCallReader:
 
 def _text_before(text: str, begin: str, *, final: bool) -> Taken:
     """Text without a marker, but for its end if that may become one."""
-    longest = 0 if final else min(len(begin) - 1, len(text))
-    held = next((length for length in range(longest, 0, -1) if begin.startswith(text[-length:])), 0)
+    held = 0 if final else held_back(text, [begin])
     return Taken(text[: len(text) - held], [], text[len(text) - held :])
 
 

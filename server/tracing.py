@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.extras import optional
 from jaxserve.outputs import RequestMetrics, RequestOutput
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -117,17 +118,17 @@ class RequestSpan:
         self._tracing.write(self._context, times, end, attributes, error)
 
 
-def request_attributes(request_id: str, model: str, params: SamplingParams, num_prompt_tokens: int) -> dict[str, Any]:
+def request_attributes(
+    request_id: str, model: str, params: SamplingParams | PoolingParams, num_prompt_tokens: int
+) -> dict[str, Any]:
     """What is known of a request when it begins."""
     given = {
         "gen_ai.request.id": request_id,
         "gen_ai.response.model": model,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.n": params.n,
         "gen_ai.usage.prompt_tokens": num_prompt_tokens,
     }
+    asked = {name: getattr(params, name, None) for name in ("temperature", "top_p", "max_tokens", "n")}
+    given |= {f"gen_ai.request.{name}": value for name, value in asked.items()}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -11,6 +11,16 @@ class Certain(NamedTuple):
     stop: str | None
 
 
+def held_back(text: str, markers: Sequence[str]) -> int:
+    """The length of the longest end of a text that begins one of the markers, and is not all of it."""
+    longest = max((len(marker) - 1 for marker in markers), default=0)
+    for length in range(min(longest, len(text)), 0, -1):
+        end = text[len(text) - length :]
+        if any(marker.startswith(end) for marker in markers):
+            return length
+    return 0
+
+
 class StopStrings:
     """Finds the stop string that is complete first, the longest of those that end together.
 
@@ -44,15 +54,6 @@ class StopStrings:
             end, start, stop = min(ends)
             self._held = ""
             return Certain(text[: end if self._include else start], stop)
-        keep = self._longest_beginning(text)
+        keep = held_back(text, self._stops)
         self._held = text[len(text) - keep :]
         return Certain(text[: len(text) - keep], None)
-
-    def _longest_beginning(self, text: str) -> int:
-        """The length of the longest end of the text that is the beginning of a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0

@@ -6,10 +6,12 @@ import json
 import numpy as np
 import openai
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from server_tools import byte_engine, local_server
 
 from jaxserve import LLM, PoolingParams
 from jaxserve.evaluation.batch import BatchEngine, read_batch
+from jaxserve.server.tracing import Tracing
 
 TEXTS = ["Hello", "a longer text " * 12, "Hello there", "x"]
 URL = "/v1/embeddings"
@@ -114,3 +116,18 @@ def test_in_a_batch(llm, tmp_path):
     assert np.array(found["data"][0]["embedding"], np.float32).tobytes() == llm.embed([[5, 6]])[0].embedding.tobytes()
     assert found["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
     llm.engine.check_integrity()
+
+
+def test_embeddings_are_traced(server):
+    exporter = InMemorySpanExporter()
+    server.service.tracing = tracing = Tracing("http://127.0.0.1:9", exporter)
+    try:
+        assert server.post(URL, {"input": "Hello"}).status_code == 200
+        server.idle()
+        tracing._provider.force_flush()
+    finally:
+        server.service.tracing = None
+    spans = {span.name: dict(span.attributes) for span in exporter.get_finished_spans()}
+    assert {"llm_request", "queue"} <= spans.keys()
+    assert spans["llm_request"]["gen_ai.usage.prompt_tokens"] == 5
+    assert "gen_ai.request.temperature" not in spans["llm_request"]
