@@ -42,6 +42,17 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(None, description="Every event holds the usage so far.")
 
 
+class IgnoredFields(Request):
+    """OpenAI's fields that change nothing in an answer."""
+
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
 class SamplingFields(Request):
     """Fields that go to `SamplingParams` under their own names."""
 
@@ -73,8 +84,8 @@ class SamplingFields(Request):
     )
 
 
-class GenerationRequest(SamplingFields):
-    """What completions and chats have in common, OpenAI's fields without effect included (see WITHOUT_EFFECT)."""
+class GenerationRequest(SamplingFields, IgnoredFields):
+    """What completions and chats have in common."""
 
     response_format: ResponseFormat | None = None
     use_beam_search: bool | None = Field(None, description="The n likeliest answers; not in streams.")
@@ -84,12 +95,6 @@ class GenerationRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     stream_interval: int | None = Field(None, ge=1, description="Tokens that are joined into one event.")
     user: str | None = Field(None, description="The tenant under scheduling_policy 'fair' without API keys.")
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     @property
     def usage_at_end(self) -> bool:
@@ -147,15 +152,7 @@ class GenerationRequest(SamplingFields):
 
 SAMPLING_NAMES = tuple(name for name in SamplingFields.model_fields if name != "model")
 # Accepted and ignored: they change nothing in an answer. `user` counts under scheduling_policy "fair".
-WITHOUT_EFFECT = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-)
+WITHOUT_EFFECT = ("user", *(name for name in IgnoredFields.model_fields if name != "model"))
 # What else goes with beams: a search has neither temperature nor chance, and the model's own distribution.
 WITH_BEAMS = frozenset(
     (

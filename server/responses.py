@@ -15,13 +15,12 @@ from jaxserve.server.forms import (
     STRICT,
     Function,
     FunctionChoice,
-    FunctionName,
     JsonSchema,
     NamedTool,
     ResponseFormat,
     ToolDefinition,
 )
-from jaxserve.server.protocol import ChatChunkChoice, ChatCompletionRequest, Request
+from jaxserve.server.protocol import ChatChunkChoice, ChatCompletionRequest, IgnoredFields
 from jaxserve.validation import require
 
 
@@ -49,14 +48,8 @@ class TextOptions(BaseModel):
     verbosity: str | None = Field(None, description="Without effect.")
 
 
-class FunctionTool(BaseModel):
-    model_config = STRICT
-
+class FunctionTool(Function):
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class NamedFunctionTool(BaseModel):
@@ -66,9 +59,8 @@ class NamedFunctionTool(BaseModel):
     name: str
 
 
-class ResponsesRequest(Request):
-    """OpenAI's fields for text and functions, and some of `SamplingParams`. The last six change nothing (`metadata`
-    comes back)."""
+class ResponsesRequest(IgnoredFields):
+    """OpenAI's fields for text and functions, and some of `SamplingParams`. `metadata` comes back."""
 
     input: str | list[dict[str, Any]] = Field(description="A text, or messages, function calls and their outputs.")
     instructions: str | None = None
@@ -86,12 +78,6 @@ class ResponsesRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = None
     stream: bool | None = None
     user: str | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     def chat(self) -> ChatCompletionRequest:
         """The same as a chat. ValueError for input that is none."""
