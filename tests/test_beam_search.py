@@ -90,7 +90,7 @@ def test_what_cannot_be_searched_is_refused(llm):
 # ---- pages --------------------------------------------------------------------------------------------------
 
 PARAMS = BeamSearchParams(beam_width=4, max_tokens=14, ignore_eos=True)
-FEW = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "deterministic": False}
+FEW = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "deterministic": False}
 PROMPT = list(range(3, 40))  # four pages of 8 and five tokens of the fifth
 
 

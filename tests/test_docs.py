@@ -19,7 +19,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "LIBRARY.md"
 def names():
     """What the blocks of the page leave behind, run one after the other under JAX's default promotion of dtypes."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     found: dict = {}
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(determinism, "row_invariance", lambda *_: None)
@@ -38,6 +38,12 @@ def test_outputs_have_their_forms(names):
     assert all(0 <= value <= 99 for value in point)
     assert re.fullmatch("a[bc]{3}", names["texts"]["regex"])
     assert names["texts"]["choice"] in ("bad", "fig")
+
+
+def test_embeddings_have_length_1(names):
+    assert [vector.shape for vector in names["vectors"]] == [(8,), (8,)]
+    np.testing.assert_allclose(np.linalg.norm(names["vectors"], axis=1), 1, rtol=1e-6)
+    assert not np.array_equal(*names["vectors"])
 
 
 def test_evaluation_follows_the_training(names):

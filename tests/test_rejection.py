@@ -80,7 +80,7 @@ def joint_distribution(logprobs, params: SamplingParams) -> np.ndarray:
 
 @pytest.fixture(
     scope="module",
-    params=["draft_model", "ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "medusa"))],
+    params=["draft_model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "eagle", "medusa"))],
 )
 def engine(request):
     config = {**METHODS[request.param], "num_speculative_tokens": LENGTH, "length_control": "fixed"}

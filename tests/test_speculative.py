@@ -17,7 +17,7 @@ FIXED = {**NGRAM, "num_speculative_tokens": 5, "length_control": "fixed"}
 
 def tiny_engine(**options):
     """Few buckets: each is a head of its own."""
-    defaults = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "text": byte_tokenizer(300)}
+    defaults = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "text": byte_tokenizer(300)}
     return engine_tools.tiny_engine(**{**defaults, **options})
 
 
@@ -54,7 +54,7 @@ def drafts_are_accepted(engine) -> None:
         {"speculative_config": FIXED},
         {"speculative_config": NGRAM},  # the controller changes lengths
         {"speculative_config": FIXED, "async_scheduling": False},
-        {"speculative_config": FIXED, "num_pages": 10},  # preemption
+        pytest.param({"speculative_config": FIXED, "num_pages": 10}, marks=pytest.mark.slow),  # preemption
     ],
     ids=["fixed", "auto", "without overlap", "preempted"],
 )
@@ -100,6 +100,7 @@ def test_the_model_itself_agrees(expected, requests):
         agrees(engine.stats())
 
 
+@pytest.mark.slow
 def test_a_draft_model_follows_cached_prefixes_and_branches():
     """Pages found in the cache and copied ones hold the draft model's keys and values, too: it goes on agreeing."""
     with tiny_engine(speculative_config={**MODEL, "length_control": "fixed"}, draft_decoder=tiny_decoder()) as engine:
@@ -174,7 +175,7 @@ def test_texts_that_stop_inside_accepted_drafts(plain, speculating):
     drafts_are_accepted(speculating)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.lists(repetitive_requests(), min_size=1, max_size=6))
 def test_any_parameters(plain, speculating, requests):
     assert_same(run(speculating, requests), run(plain, requests))

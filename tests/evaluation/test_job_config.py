@@ -9,7 +9,7 @@ import yaml
 from cli_tools import run
 from evaluation_tools import CHOICE, GENERATE, LABELS, TEXTS, write_job
 
-from jaxserve.evaluation import extras
+from jaxserve import extras
 from jaxserve.evaluation.config import load_job
 from jaxserve.evaluation.job import Job
 from jaxserve.evaluation.templates import render

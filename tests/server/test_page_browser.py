@@ -12,6 +12,7 @@ from browser import chromium
 from checkpoint_tools import SHAPES, write_tiny_checkpoint
 from server_tools import ServerProcess, byte_engine, local_server, metrics
 
+pytestmark = pytest.mark.slow
 KEY = "secret"
 CHAT = "**/v1/chat/completions"
 ANSWERED = ".message.assistant:not(.writing) .note:not(:empty)"

@@ -45,7 +45,7 @@ FORMS = [
 
 
 def tiny_engine(**options):
-    defaults = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "text": TEXT}
+    defaults = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "text": TEXT}
     return engine_tools.tiny_engine(**{**defaults, **options})
 
 
@@ -122,7 +122,7 @@ def test_beside_plain_requests(engine, requests, expected):
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_pages": 10},
+        pytest.param({"num_pages": 10}, marks=pytest.mark.slow),
         {"async_scheduling": False},
         pytest.param({"attention_backend": "xla", "linear_backend": "xla"}, marks=pytest.mark.slow),
         {"speculative_config": FIXED},
