@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 
-from jaxserve import startup, weights_update
+from jaxserve import beams, startup, weights_update
 from jaxserve.beam_search import BeamSearchParams
 from jaxserve.config import EngineConfig
 from jaxserve.input_processor import Prompt
@@ -300,7 +300,8 @@ class Engine:
         for request_id, deltas in new.items():
             if (group := self._groups.get(request_id)) is not None:
                 output = self._report(group, deltas) if group.search is None else self._advance_beams(group)
-                self._pending += [] if output is None else [output]
+                if output is not None:
+                    self._pending.append(output)
 
     def _fail(self, entry: PlanEntry, new: dict[str, list[CompletionOutput]]) -> None:
         """End all branches of a request of which one failed."""
@@ -312,38 +313,14 @@ class Engine:
             self._end(group, "error", request.error, ended)
 
     def _advance_beams(self, group: RequestGroup) -> RequestOutput | None:
-        """Go on with a search when all its beams have been heard of. Returns its result when it is done."""
-        beams, search = group.branches, group.search
-        if any(beam.following is None for beam in beams):
+        """Go on with a search when all its beams have been heard of. Returns its result when it is done; it is then
+        forgotten."""
+        if not beams.go_on(group, self.scheduler):
             return None
-        if beams[0].num_prompt_tokens == len(group.prompt_token_ids):
-            group.num_cached_tokens = beams[0].num_cached_tokens
-        search.advance([beam.following for beam in beams])
-        if not search.done:
-            group.branches = [
-                beams[beam.parent].continued(index, beam.token_ids[-1]) for index, beam in enumerate(search.running)
-            ]
-            for branch in group.branches:
-                self.scheduler.add(branch)
-        for beam in beams:
-            if not beam.num_forks:
-                self.scheduler.release(beam)
-        return self._beams(group) if search.done else None
-
-    def _beams(self, group: RequestGroup) -> RequestOutput:
-        """The result of a search; it is forgotten."""
         del self._groups[group.request_id]
-        outputs = []
-        for index, found in enumerate(group.search.results):
-            self._counters.finished[found.finish_reason] += 1
-            shown = found.token_ids[:-1] if found.finish_reason == "stop" else found.token_ids
-            text = "" if self.tokenizer is None else self.tokenizer.decode(shown)
-            output = CompletionOutput(index, text, found.token_ids, finish_reason=found.finish_reason)
-            output.cumulative_logprob = found.cumulative_logprob
-            outputs.append(output)
-        prompt, ids = group.prompt, group.prompt_token_ids
-        cached = group.num_cached_tokens
-        return RequestOutput(group.request_id, prompt, ids, outputs, True, cached, metrics=group.metrics())
+        output = beams.result_of(group, self.tokenizer)
+        self._counters.finished.update(found.finish_reason for found in output.outputs)
+        return output
 
     def _report(self, group: RequestGroup, deltas: list[CompletionOutput]) -> RequestOutput:
         """Wrap what is new; forget the request if that was the last of it."""
@@ -372,7 +349,7 @@ class Engine:
         """End every branch that still runs; reported by the next `step`, with `ended` (not reported so far)."""
         deltas = list(ended)
         for branch in group.branches:
-            self.scheduler.release(branch)
+            self.scheduler.held.release(branch)
             if branch.state is not RequestState.FINISHED:
                 self.scheduler.finish(branch)
             elif not (reason == "error" and branch.error is not None):

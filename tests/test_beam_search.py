@@ -127,7 +127,7 @@ def test_beams_share_pages_and_copy_what_they_write_to(tiny, monkeypatch):
     while engine.has_unfinished():
         outputs += engine.step()
         engine.check_integrity()
-        owners = [request.pages for request in (*engine.scheduler.running, *engine.scheduler.held)]
+        owners = [request.pages for request in (*engine.scheduler.running, *engine.scheduler.held.beams)]
         shared = max(shared, max((pool.references(page) for pages in owners for page in pages), default=0))
         most = max(most, pool.num_pages - pool.num_free)
     [output] = outputs
@@ -167,7 +167,7 @@ def test_beams_find_the_same_where_room_is_short_and_in_company(tiny, options):
         assert sum(len(delta.outputs[0].token_ids) for delta in other) > 0
         llm.engine.check_integrity()
         assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_pages
-        assert not llm.engine.scheduler.held
+        assert not llm.engine.scheduler.held.beams
 
 
 def test_a_search_that_is_given_up_leaves_nothing(tiny):

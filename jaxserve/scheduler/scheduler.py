@@ -29,6 +29,7 @@ from typing import Protocol, runtime_checkable
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.request import NO_TOKEN_LEFT, Request, RequestState
 from jaxserve.scheduler.buckets import Buckets
+from jaxserve.scheduler.held_pages import HeldPages
 from jaxserve.scheduler.plan import Admission, PlanEntry, StepPlan
 from jaxserve.scheduler.policies import FirstComeFirstServed, WaitingQueue
 
@@ -78,15 +79,14 @@ class Scheduler:
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []  # in the policy's order
         self.preempted: list[Request] = []  # waiting for their step in flight
-        self.held: list[Request] = []  # beams that have ended, whose pages their forks will share
+        self.held = HeldPages(pool)
         self.stats = SchedulerStats()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     # ---- requests come and go -------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        if request.fork_of is not None:
-            request.fork_of.num_forks += 1
+        self.held.expect(request)
         self.policy.joined(request)
         self.waiting.add(request)
 
@@ -102,33 +102,10 @@ class Scheduler:
             self.preempted.remove(request)
         elif request.state is RequestState.WAITING:
             self.waiting.remove(request)
-            self._has_forked(request)
+            self.held.forked(request)
         if request.state is not RequestState.FINISHED:
             self.policy.left(request)
         request.state = RequestState.FINISHED
-
-    def _hold(self, request: Request) -> None:
-        """Take a beam out that has ended, but keep its pages for its forks: until the last of these has been admitted,
-        or is gone, or others need the room."""
-        pages, request.pages = request.pages, []
-        self.finish(request)
-        request.pages = pages
-        self.held.append(request)
-
-    def release(self, request: Request) -> None:
-        """Give back the pages of a beam that nobody goes on from."""
-        if request in self.held:
-            self.held.remove(request)
-            self.pool.release(request.pages)
-            request.pages = []
-
-    def _has_forked(self, request: Request) -> None:
-        """A request shares its source's pages now, or is gone."""
-        source = request.fork_of
-        if source is not None and request.num_admissions == 0:
-            source.num_forks -= 1
-            if source.num_forks == 0:
-                self.release(source)
 
     def complete(self, entry: PlanEntry, tokens: Sequence[int], finite: bool) -> int:
         """The step of this entry has arrived. Returns how many of its tokens the request took.
@@ -161,7 +138,9 @@ class Scheduler:
             if request.num_confirmed >= (request.num_registered + 1) * self.page_size:
                 self._register_pages(request)
         if request.finish_reason is not None and request.num_following and request.state is RequestState.RUNNING:
-            self._hold(request)
+            pages, request.pages = request.pages, []
+            self.finish(request)
+            self.held.hold(request, pages)
         elif request.finish_reason is not None:
             self.finish(request)
         elif request.state is RequestState.PREEMPTED and request.steps_in_flight == 0:
@@ -193,8 +172,8 @@ class Scheduler:
         token go on over the keys and values that they have, which nobody else may share.
         """
         self.pool.drop_cache()
-        while self.held:
-            self.release(self.held[-1])
+        while self.held.give_up():
+            pass
         for request in (*self.running, *self.waiting):
             if request.needs_hidden_from is not None:  # one version scores or pools the whole prompt
                 request.restart_prompt()
@@ -308,8 +287,7 @@ class Scheduler:
         )
         shared = [i for i in written if self.pool.references(request.pages[i]) > 1]
         while (pages := self.pool.allocate(len(shared) + max(needed - len(request.pages), 0))) is None:
-            if self.held:
-                self.release(self.held[-1])
+            if self.held.give_up():
                 shared = [i for i in shared if self.pool.references(request.pages[i]) > 1]
                 continue
             victim = self.running[-1]
@@ -433,14 +411,11 @@ class Scheduler:
         needed = self._num_pages(request) - len(shared)
         room = self.pool.num_free - self.pool.num_unowned(shared) - needed
         if room < self._reserve(len(self.running)):
-            if not self.held:
-                return False
-            self.release(self.held[-1])
-            return self._admit(request, plan, budget)
+            return self.held.give_up() and self._admit(request, plan, budget)
         self.pool.share(shared)
         if request.fork_of is not None:
             request.fork_of.writable = 0  # it may share its last page now
-            self._has_forked(request)
+            self.held.forked(request)
         self._start(request, plan, [*shared, *self.pool.allocate(needed)], num_computed, write_start)
         return True
 
@@ -485,7 +460,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless pages and slots are accounted for."""
-        self.pool.check_integrity([request.pages for request in (*self.running, *self.held)])
+        self.pool.check_integrity([request.pages for request in (*self.running, *self.held.beams)])
         slots = sorted([*self._free_slots, *(request.slot for request in self.running)])
         if slots != list(range(self.max_num_seqs)):
             raise RuntimeError(f"slots are lost or doubled: {slots}")

@@ -85,6 +85,10 @@ def _prepared(schema: Any, params: StructuredOutputsParams) -> Any:
     return _closed(schema) if params.disable_additional_properties else schema
 
 
+_BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("const", "enum", "default", "examples")
+
+
 def _without_controls(schema: Any) -> Any:
     """The schema with patterns whose negated classes leave out control characters, too.
 
@@ -101,8 +105,10 @@ def _without_controls(schema: Any) -> Any:
             changed[key] = _narrowed(value)
         elif key == "patternProperties" and isinstance(value, dict):
             changed[key] = {_narrowed(pattern): _without_controls(part) for pattern, part in value.items()}
+        elif key in _BY_NAME and isinstance(value, dict):  # a property may be called like a keyword
+            changed[key] = {name: _without_controls(part) for name, part in value.items()}
         else:
-            changed[key] = value if key in ("const", "enum", "default", "examples") else _without_controls(value)
+            changed[key] = value if key in _VALUES else _without_controls(value)
     return changed
 
 

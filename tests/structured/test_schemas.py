@@ -175,6 +175,13 @@ def test_patterns_with_negated_classes(compiler, pattern, inside):
         assert said == (re.search(pattern, text) is not None and text != "\n"), text
 
 
+def test_properties_may_be_called_like_keywords(compiler):
+    schema = {"type": "object", "required": ["default"], "additionalProperties": False}
+    schema["properties"] = {"default": {"type": "string", "pattern": '^[^"]$'}}
+    assert accepts(compiler, schema, '{"default":"x"}')
+    assert not accepts(compiler, schema, '{"default":"\\""}')
+
+
 def test_constants_are_no_patterns(compiler):
     schema = {"const": {"pattern": '^[^"]$'}}
     assert accepts(compiler, schema, json.dumps(schema["const"]))
