@@ -37,11 +37,18 @@ def tiny_decoder(dtype: str = "bfloat16", **changes) -> Decoder:
     return random_decoder(config, seed=1, dtype=jnp.dtype(dtype))
 
 
-def tiny_engine(dtype: str = "bfloat16", **options) -> Engine:
-    """An engine over a tiny random model, without a tokenizer."""
+def tiny_engine(dtype: str = "bfloat16", *, budget: int | None = None, **options) -> Engine:
+    """An engine over a tiny random model, without a tokenizer; `budget` as in `with_budget`."""
     defaults = {"num_pages": 512, "max_num_seqs": 32, "max_num_batched_tokens": 256, "deterministic": True}
     # One shape for all: tests share compiled programs through the persistent cache.
-    return Engine(**{"decoder": tiny_decoder(dtype), **defaults, **options})
+    return with_budget(Engine(**{"decoder": tiny_decoder(dtype), **defaults, **options}), budget)
+
+
+def with_budget(engine: Engine, tokens: int | None) -> Engine:
+    """The engine with steps of so many tokens at most, by programs that would take more: tests share them."""
+    if tokens is not None:
+        engine.scheduler.max_num_batched_tokens = tokens
+    return engine
 
 
 Requests = list[tuple[list[int] | str, SamplingParams]]

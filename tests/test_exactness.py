@@ -51,7 +51,7 @@ def test_in_company(dtype, requests, alone):
 
 @pytest.mark.parametrize("budget", [pytest.param(16, marks=pytest.mark.slow), 64])
 def test_in_chunks(dtype, requests, alone, budget):
-    with tiny_engine(dtype, enable_prefix_caching=False, max_num_batched_tokens=budget) as engine:
+    with tiny_engine(dtype, enable_prefix_caching=False, budget=budget) as engine:
         assert_same(run(engine, requests), alone)
 
 
@@ -83,7 +83,7 @@ def test_in_chunks_of_random_sizes(dtype, requests, alone, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"page_size": 64, "num_pages": 128, "max_num_batched_tokens": 64},
+        {"page_size": 64, "num_pages": 128, "max_num_batched_tokens": 64, "max_num_seqs": 8},
         {"async_scheduling": False},
         pytest.param({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, marks=pytest.mark.slow),
     ],
@@ -154,7 +154,7 @@ def _fields(params: SamplingParams) -> dict:
 
 
 def test_aborts_change_nothing_for_the_others(dtype, requests, alone):
-    with tiny_engine(dtype, max_num_batched_tokens=64) as engine:
+    with tiny_engine(dtype, budget=64) as engine:
         for index, (prompt, params) in enumerate(requests):
             engine.add_request(str(index), prompt, params)
         results = {}
@@ -216,7 +216,7 @@ def test_through_xla_alone_in_company_and_after_preemptions(long_answers):
         assert engine.runner.step.attention.name == "xla"
         expected = run_alone(engine, long_answers)
         assert_same(run(engine, long_answers), expected)
-    with tiny_engine("bfloat16", max_num_batched_tokens=64, **SMALL_POOL, **xla) as engine:
+    with tiny_engine("bfloat16", budget=64, **SMALL_POOL, **xla) as engine:
         assert_same(run(engine, long_answers), expected)
         assert_same(run(engine, long_answers), expected)
         assert engine.stats()["num_preemptions"] > 0

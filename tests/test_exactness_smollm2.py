@@ -4,7 +4,7 @@ that add shapes are slow tests."""
 import random
 
 import pytest
-from engine_tools import Requests, assert_same, run, run_alone
+from engine_tools import Requests, assert_same, run, run_alone, with_budget
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.scheduler.scheduler import Scheduler
@@ -21,9 +21,10 @@ TARGETS: Requests = [
 ]
 
 
-def smollm2(**options) -> Engine:
+def smollm2(budget: int = 512, **options) -> Engine:
+    """Steps have at most `budget` tokens; the programs are those for 512, so that the tests share them."""
     defaults = {"max_model_len": 1024, "num_pages": 512, "max_num_seqs": 32, "max_num_batched_tokens": 512}
-    return Engine(**{**defaults, "deterministic": True, "enable_prefix_caching": False, **options})
+    return with_budget(Engine(**{**defaults, "deterministic": True, "enable_prefix_caching": False, **options}), budget)
 
 
 def company(count: int) -> Requests:
@@ -46,13 +47,13 @@ def alone():
 def test_among_others(alone):
     others = company(28)
     mixed = [*others[:9], TARGETS[0], *others[9:14], TARGETS[1], *others[14:20], *TARGETS[2:], *others[20:]]
-    with smollm2(max_num_batched_tokens=64) as engine:
+    with smollm2(64) as engine:
         results = run(engine, mixed)
     assert_same([results[mixed.index(target)] for target in TARGETS], alone)
 
 
 def test_cold_and_from_the_prefix_cache(alone):
-    with smollm2(max_num_batched_tokens=64, enable_prefix_caching=True) as engine:
+    with smollm2(64, enable_prefix_caching=True) as engine:
         assert_same(run(engine, TARGETS), alone)
         assert_same(run(engine, TARGETS), alone)
         assert engine.stats()["prefix_cache_hits"] > 400
@@ -61,7 +62,7 @@ def test_cold_and_from_the_prefix_cache(alone):
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [16, 256])
 def test_in_chunks(alone, budget):
-    with smollm2(max_num_batched_tokens=budget) as engine:
+    with smollm2(budget) as engine:
         assert_same(run(engine, TARGETS), alone)
 
 
@@ -69,7 +70,7 @@ def test_in_chunks(alone, budget):
 def test_in_chunks_of_random_sizes(alone, monkeypatch):
     source = random.Random(1)
     monkeypatch.setattr(Scheduler, "chunk_limit", lambda self, request: source.randint(1, request.num_to_compute))
-    with smollm2(max_num_batched_tokens=64) as engine:
+    with smollm2(64) as engine:
         assert_same(run(engine, TARGETS), alone)
 
 
@@ -78,13 +79,13 @@ def test_in_chunks_of_random_sizes(alone, monkeypatch):
     "options", [{"page_size": 64, "num_pages": 128}, {"async_scheduling": False}], ids=["page size 64", "no overlap"]
 )
 def test_with_other_options(alone, options):
-    with smollm2(max_num_batched_tokens=64, **options) as engine:
+    with smollm2(64, **options) as engine:
         assert_same(run(engine, TARGETS), alone)
 
 
 @pytest.mark.slow
 def test_with_preemptions(alone):
-    with smollm2(max_num_batched_tokens=64, num_pages=64) as engine:
+    with smollm2(64, num_pages=64) as engine:
         others = [(prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for prompt, _ in company(24)]
         results = run(engine, [*others, *TARGETS])
         assert engine.stats()["num_preemptions"] >= 3
@@ -98,7 +99,7 @@ def test_decoded_and_recomputed(alone):
         for (_, params), result in zip(TARGETS, alone, strict=True)
         for engine_ids in [result.prompt_token_ids]
     ]
-    with smollm2(max_num_batched_tokens=64) as engine:
+    with smollm2(64) as engine:
         for result, whole in zip(run(engine, beginnings), alone, strict=True):
             assert result.outputs[0].token_ids == whole.outputs[0].token_ids[5:]
             assert result.outputs[0].logprobs == whole.outputs[0].logprobs[5:]

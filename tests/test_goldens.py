@@ -29,7 +29,12 @@ def test_tiny_families(name, tmp_path):
     decoder = load_hugging_face(folder, max_model_len=golden.max_model_len)
     certain = golden.certain_length() if len(golden.continuation) else 0
     params = SamplingParams(temperature=0, max_tokens=max(certain, 1), ignore_eos=True, logprobs=5, prompt_logprobs=0)
-    options = {"max_model_len": golden.max_model_len, "num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 8}
+    options = {
+        "max_model_len": golden.max_model_len or 128,
+        "num_pages": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 8,
+    }
     options["deterministic"] = False  # float32 would be padded to 64 rows
     with Engine(decoder=decoder, **options) as engine:
         if len(golden.prompt) >= engine.max_model_len:
@@ -91,7 +96,7 @@ def test_smollm2_logits(smollm2, smollm2_decoder):
 @pytest.fixture(scope="module")
 def smollm2_engine(smollm2_decoder):
     """In float32; prompts in chunks."""
-    options = {"num_pages": 512, "max_model_len": 2048, "max_num_seqs": 16, "deterministic": False}
+    options = {"num_pages": 512, "max_model_len": 2048, "max_num_seqs": 8, "deterministic": False}
     with Engine(decoder=smollm2_decoder, text=Tokenizer.from_folder(demo_model_folder()), **options) as engine:
         yield engine
 

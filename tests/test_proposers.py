@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxserve import SamplingParams
 
 # One pool of few pages and few buckets: what is compiled for one test serves all.
-SIZES = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+SIZES = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
 METHODS = ["draft_model", "medusa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle3"))]
 COMPANY = st.lists(repetitive_requests(), min_size=1, max_size=6)
 

@@ -76,7 +76,7 @@ class InstantDevice:
                 return lambda weights, kv, slots, packed: (kv, slots, hidden, finite)
             case "head" | "greedy_head":
                 sampled = Sampled(array(np.int32, program.bucket), None)
-                return lambda weights, slots, hidden, packed: (slots, sampled)
+                return lambda lm_head, slots, hidden, packed: (slots, sampled)
             case _:  # admit, set_tables, copy_pages: the donated state comes back
                 return lambda state, *packed: state
 

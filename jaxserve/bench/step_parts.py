@@ -99,7 +99,7 @@ class Parts:
         rows = runner.buckets.row_bucket(self.batch)
         head = runner.compiler.get(runner.described.head(rows, greedy))
         packed = inputs.pack_head(self.runs, rows, runner.num_slots)
-        runner.slots, sampled = head(runner.weights, runner.slots, self.head_hidden, packed)
+        runner.slots, sampled = head(runner.weights.head, runner.slots, self.head_hidden, packed)
         return sampled
 
     def sampled(self) -> None:

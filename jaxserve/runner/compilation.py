@@ -3,6 +3,9 @@
 JAX's own persistent cache is a global setting; this one belongs to the engine. An entry is named by the hash of
 everything the executable depends on: the lowered program, JAX, the compiler's flags and the machine. The
 folder is trusted like code: an entry is unpickled.
+
+Lowering a program takes as long as loading ten, so a process remembers the names of the programs that it has lowered:
+an engine of the same shapes as an earlier one only loads.
 """
 
 import hashlib
@@ -10,10 +13,10 @@ import os
 import pickle
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -26,7 +29,10 @@ _STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled models; the default
 
 @dataclass(frozen=True)
 class Program:
-    """A function to compile for one bucket. `arguments` are arrays or shapes of the exact types it will get."""
+    """A function to compile for one bucket. `arguments` are arrays or shapes of the exact types it will get.
+
+    Functions that are equal must trace alike, as for `jax.jit`; that goes for what a `partial` binds, too.
+    """
 
     name: str
     bucket: int
@@ -37,6 +43,17 @@ class Program:
     @property
     def key(self) -> tuple[str, int]:
         return self.name, self.bucket
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for programs that trace alike."""
+        function = self.function
+        bound = function
+        if isinstance(function, partial):  # which is equal to nothing but itself
+            bound = function.func, function.args, tuple(function.keywords.items())
+        leaves, tree = jax.tree.flatten(self.arguments)
+        types = tuple((leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves)
+        return bound, tree, types, self.donate
 
 
 class Compiler:
@@ -115,23 +132,23 @@ class Compiler:
     def _prefetch(self, program: Program) -> None:
         with self._lock_of(program):
             if program.key not in self._executables:
-                _, path = self._lower(program)
+                path, _ = self._entry(program)
                 self._prefetched[program.key] = _load(path, self.devices)
 
     def _build(self, program: Program) -> jax.stages.Compiled:
         with self._lock_of(program):
             if program.key in self._executables:
                 return self._executables[program.key]
-            executable = self._prefetched.pop(program.key, None)
+            executable, lowered, path = self._prefetched.pop(program.key, None), None, None
+            if executable is None and self.cache_dir is not None:
+                path, lowered = self._entry(program)
+                executable = _load(path, self.devices)
             loaded = executable is not None
             if executable is None:
-                lowered, path = self._lower(program)
-                executable = None if path is None else _load(path, self.devices)
-                loaded = executable is not None
-                if executable is None:
-                    executable = lowered.compile(compiler_options=self.options or None)
-                    if path is not None:
-                        _store(path, executable)
+                lowered = lowered or _lower(program)
+                executable = lowered.compile(compiler_options=self.options or None)
+                if path is not None:
+                    _store(path, executable)
             with self._lock:
                 self._executables[program.key] = executable
                 self.num_loaded += loaded
@@ -144,9 +161,22 @@ class Compiler:
         with self._lock:
             return self._building.setdefault(program.key, threading.Lock())
 
-    def _lower(self, program: Program) -> tuple[jax.stages.Lowered, Path | None]:
-        lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
-        return lowered, None if self.cache_dir is None else self.cache_dir / _key(lowered, self.devices, self.options)
+    def _entry(self, program: Program) -> tuple[Path, jax.stages.Lowered | None]:
+        """Where the program's executable is kept, and the lowered program unless that was known."""
+        settings = repr([(name, getattr(jax.config, name, value)) for name, value in jax.config.values.items()])
+        known = program.signature, self.devices, tuple(sorted(self.options.items())), settings
+        name, lowered = _NAMES.get(known), None
+        if name is None:
+            lowered = _lower(program)
+            name = _NAMES[known] = _key(lowered, self.devices, self.options)
+        return self.cache_dir / name, lowered
+
+
+_NAMES: dict[Hashable, str] = {}  # of the entries of programs that this process has lowered
+
+
+def _lower(program: Program) -> jax.stages.Lowered:
+    return jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
 
 
 def _key(lowered: jax.stages.Lowered, devices: tuple[jax.Device, ...], options: dict) -> str:

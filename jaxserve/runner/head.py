@@ -16,11 +16,13 @@ from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs, wh
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.runner.slots import Slots
 from jaxserve.runner.step import StepDefinition, extent, real_first
-from jaxserve.runner.weights import Weights
 from jaxserve.sampling.processing import process
 from jaxserve.speculative.acceptance import NO_DRAFT, NO_TOKEN, REJECTED
 
 SCORE_ROWS = 64  # rows of logits that scoring holds at once
+
+# All that these programs are given of the weights, so that models of one width and vocabulary share them.
+LmHead = Float[Array, "hidden vocab"]
 
 
 class Sampled(NamedTuple):
@@ -35,7 +37,7 @@ class Sampled(NamedTuple):
 
 def head(
     step: StepDefinition,
-    weights: Weights,
+    lm_head: LmHead,
     slots: Slots,
     hidden: Float[Array, "max_tokens hidden"],
     packed: Int32[Array, "3 rows"],
@@ -58,7 +60,7 @@ def head(
         masks = None if masks is None else masks[order]
     row_slots = jnp.where(real, row_slots, slots.num_slots)
     with jax.named_scope("head"):
-        logits = logits_of(weights.head, hidden[from_rows], step.linear(extent(real)))
+        logits = logits_of(lm_head, hidden[from_rows], step.linear(extent(real)))
     position = slots.num_computed.at[row_slots].get(mode="clip") + number
     drafts = None
     if step.speculates:
@@ -116,26 +118,24 @@ def sampling_rows(slots: Slots, row_slots: Int32[Array, " rows"]) -> SamplingRow
 
 def score(
     step: StepDefinition,
-    weights: Weights,
+    lm_head: LmHead,
     hidden: Float[Array, "max_tokens hidden"],
     packed: Int32[Array, "3 rows"],
 ) -> Logprobs:
     """Log-probabilities of given tokens after given rows; `packed` is (row, token, number of likeliest tokens)."""
     rows, tokens, wanted = packed
     with jax.named_scope("score"):
-        logits = logits_of(weights.head, hidden[rows], step.linear(jnp.int32(len(rows))))
+        logits = logits_of(lm_head, hidden[rows], step.linear(jnp.int32(len(rows))))
         return logprobs(logits, tokens, step.max_logprobs, wanted, branches=step.branches)
 
 
 def score_all(
-    step: StepDefinition, weights: Weights, hidden: Float[Array, "max_tokens hidden"], rows: Int32[Array, " rows"]
+    step: StepDefinition, lm_head: LmHead, hidden: Float[Array, "max_tokens hidden"], rows: Int32[Array, " rows"]
 ) -> Float32[Array, "rows vocab"]:
     """The log-probabilities of the whole vocabulary after given rows."""
     with jax.named_scope("score_all"):
-        return whole_logprobs(logits_of(weights.head, hidden[rows], step.linear(jnp.int32(len(rows)))))
+        return whole_logprobs(logits_of(lm_head, hidden[rows], step.linear(jnp.int32(len(rows)))))
 
 
-def logits_of(
-    head: Float[Array, "hidden vocab"], hidden: Float[Array, "rows hidden"], linear: Callable
-) -> Float32[Array, "rows vocab"]:
-    return linear(hidden, head, out_dtype=jnp.float32)
+def logits_of(lm_head: LmHead, hidden: Float[Array, "rows hidden"], linear: Callable) -> Float32[Array, "rows vocab"]:
+    return linear(hidden, lm_head, out_dtype=jnp.float32)

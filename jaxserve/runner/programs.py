@@ -64,7 +64,7 @@ class Programs:
     def head(self, rows: int, greedy: bool, masked: bool = False) -> Program:
         packed = jax.ShapeDtypeStruct((3, rows), jnp.int32)
         function = partial(head.head, self.step, greedy=greedy)
-        arguments = self.weights, self.slots, self._hidden(), packed
+        arguments = self.weights.head, self.slots, self._hidden(), packed
         if masked:
             words = mask_words(self.step.model.config.vocab_size)
             arguments += (jax.ShapeDtypeStruct((rows, words), jnp.uint32),)
@@ -88,12 +88,12 @@ class Programs:
 
     def score(self) -> Program:
         packed = jax.ShapeDtypeStruct((3, head.SCORE_ROWS), jnp.int32)
-        arguments = self.weights, self._hidden(), packed
+        arguments = self.weights.head, self._hidden(), packed
         return Program("score", head.SCORE_ROWS, partial(head.score, self.step), arguments, donate=())
 
     def score_all(self) -> Program:
         rows = jax.ShapeDtypeStruct((head.SCORE_ROWS,), jnp.int32)
-        arguments = self.weights, self._hidden(), rows
+        arguments = self.weights.head, self._hidden(), rows
         return Program("score_all", head.SCORE_ROWS, partial(head.score_all, self.step), arguments, donate=())
 
     def set_tables(self) -> Program:

@@ -256,7 +256,7 @@ class Runner:
         sampled = None
         if head is not None:
             packed = inputs.pack_head(runs, head.bucket, self.num_slots), *(() if masks is None else (masks,))
-            self.slots, sampled = self.compiler.get(head)(self.weights, self.slots, hidden, *packed)
+            self.slots, sampled = self.compiler.get(head)(self.weights.head, self.slots, hidden, *packed)
         handle = StepHandle(
             finite,
             sampled,
@@ -286,7 +286,7 @@ class Runner:
         size, parts = head.SCORE_ROWS, []
         for first in range(0, len(scores), size):
             packed = inputs.pack_score(scores[first : first + size], size)
-            parts.append(self.compiler.get(self.described.score())(self.weights, hidden, packed))
+            parts.append(self.compiler.get(self.described.score())(self.weights.head, hidden, packed))
         return parts
 
     def _score_all(self, hidden: jax.Array, rows: Sequence[int]) -> list[jax.Array]:
@@ -295,7 +295,7 @@ class Runner:
             packed = np.zeros(size, np.int32)
             some = rows[first : first + size]
             packed[: len(some)] = some
-            parts.append(self.compiler.get(self.described.score_all())(self.weights, hidden, packed))
+            parts.append(self.compiler.get(self.described.score_all())(self.weights.head, hidden, packed))
         return parts
 
     def replace_weights(self, replace: Callable[[list[Weights]], Weights]) -> None:

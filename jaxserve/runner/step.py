@@ -4,11 +4,11 @@
     set_tables(slots, packed)                             -> slots                          slots.py
     copy_pages(kv, sources, targets)                      -> kv                             cache/kv_cache.py
     body(weights, kv, slots, packed)                      -> kv, slots, hidden, finite      per token bucket
-    head(weights, slots, hidden, packed)                  -> slots, Sampled                 head.py, per row bucket
-    masked_head(weights, slots, hidden, packed, masks)    -> slots, Sampled                 head.py, per row bucket
-    greedy_head(weights, slots, hidden, packed)           -> slots, Sampled                 head.py, per row bucket
-    score(weights, hidden, packed)                        -> Logprobs                       head.py
-    score_all(weights, hidden, rows)                      -> logprobs [rows, vocab]         head.py
+    head(lm_head, slots, hidden, packed)                  -> slots, Sampled                 head.py, per row bucket
+    masked_head(lm_head, slots, hidden, packed, masks)    -> slots, Sampled                 head.py, per row bucket
+    greedy_head(lm_head, slots, hidden, packed)           -> slots, Sampled                 head.py, per row bucket
+    score(lm_head, hidden, packed)                        -> Logprobs                       head.py
+    score_all(lm_head, hidden, rows)                      -> logprobs [rows, vocab]         head.py
     propose_ngram, propose_by_model, read_drafts                                            proposals.py
 
 The body computes every layer for the scheduled tokens and hands on their hidden rows in an array as large as the

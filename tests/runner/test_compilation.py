@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -35,6 +36,30 @@ def test_a_second_compiler_loads_what_the_first_one_compiled(tmp_path):
     assert second.get(program())(THREE).tolist() == [0, 2, 4]
     assert counts(second) == (0, 1, 0)
     assert list(second.executables()) == [("double", 3)]
+
+
+def test_what_this_process_has_lowered_is_not_traced_again(tmp_path):
+    traced = []
+
+    def scaled(factor, x):
+        traced.append(factor)
+        return x * jnp.float32(factor)
+
+    def answer(factor: int, folder=tmp_path, size: int = 3, **options) -> list[float]:
+        compiler = Compiler(folder, ONE)
+        compiler.options = options
+        return compiler.get(program(bucket=size, function=partial(scaled, factor)))(THREE[:size]).tolist()
+
+    assert answer(2) == answer(2) == [0, 2, 4]
+    assert traced == [2]
+    assert answer(3) == [0, 3, 6]
+    assert answer(2, size=2) == [0, 2]
+    assert answer(2, xla_backend_optimization_level=1) == [0, 2, 4]
+    with jax.default_matmul_precision("float32"):
+        assert answer(2) == [0, 2, 4]
+    assert traced == [2, 3, 2, 2, 2]
+    assert answer(3, tmp_path / "empty") == [0, 3, 6]  # the name is known, the entry is not there
+    assert traced == [2, 3, 2, 2, 2, 3]
 
 
 def test_another_program_of_the_same_name_is_another_entry(tmp_path):
