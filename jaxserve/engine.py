@@ -280,14 +280,18 @@ class Engine:
             taken = complete(entry, sampled, finite)
             if taken:
                 took.append(request)
-                if taken != len(sampled):
-                    del sampled[taken:]
+                del sampled[taken:]
                 whole = wanted.sampled_whole.get(request, -1) if wanted.sampled_whole else -1
                 output = completion(request, sampled, result, sampled_row, whole, version)
-                generated += len(sampled)  # without what stands behind a stop string
-                if output.finish_reason is not None and request.state is not RequestState.FINISHED:
-                    self.scheduler.finish(request)  # a stop string: known only now
-                new.setdefault(request.request_id, []).append(output)
+                generated += taken
+                if output.finish_reason is not None:
+                    generated -= taken - len(sampled)  # what stands behind a stop string
+                    if request.state is not RequestState.FINISHED:
+                        self.scheduler.finish(request)  # a stop string: known only now
+                if (deltas := new.get(request.request_id)) is None:
+                    new[request.request_id] = [output]
+                else:
+                    deltas.append(output)
             elif request.finish_reason == "error":
                 self._fail(entry, new)
             elif request.finish_reason != ended:  # nothing was to be sampled

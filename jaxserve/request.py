@@ -177,8 +177,9 @@ class Request:
     def take_tokens(self, tokens: Sequence[int]) -> int:
         """Take sampled tokens up to the first that ends the request, by its id, by the form of the output or by the
         length. Returns how many."""
-        known, before = self.token_ids, len(self.token_ids)
+        known, taken = self.token_ids, 0
         for token in tokens:
+            taken += 1
             known.append(token)
             if token in self.stop_token_ids:
                 self.finish_reason = "stop"
@@ -190,7 +191,7 @@ class Request:
             if len(known) >= self.max_total_tokens:
                 self.finish_reason = "length"
                 break
-        return len(known) - before
+        return taken
 
 
 @dataclass(eq=False, slots=True)

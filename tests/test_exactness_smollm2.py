@@ -15,9 +15,9 @@ STORY = (
 )
 TARGETS: Requests = [
     ("The capital of France is", SamplingParams(temperature=0, max_tokens=12, logprobs=3)),
-    (STORY * 8, SamplingParams(temperature=0.9, seed=1, max_tokens=12, logprobs=3)),
-    (STORY * 2 + "In 1887,", SamplingParams(temperature=1.0, top_p=0.9, seed=-2, max_tokens=12, logprobs=3, n=2)),
-    (STORY * 4, SamplingParams(temperature=0, max_tokens=12, logprobs=3)),
+    (STORY * 7, SamplingParams(temperature=0.9, seed=1, max_tokens=12, logprobs=3)),
+    (STORY + "In 1887,", SamplingParams(temperature=1.0, top_p=0.9, seed=-2, max_tokens=12, logprobs=3, n=2)),
+    (STORY * 8, SamplingParams(temperature=0, max_tokens=12, logprobs=3)),
 ]
 
 

@@ -119,6 +119,9 @@ def test_joint_distribution_of_three_tokens(engine, logprobs, given):
 
 # ---- what does not change -------------------------------------------------------------------------------
 
+# Two engines more, whose heads take long to compile.
+slow = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def plain():
@@ -145,6 +148,7 @@ def sampled(rejecting, requests):
     return run(rejecting, requests)
 
 
+@slow
 def test_greedy_requests_and_those_that_decline_have_the_same_tokens(plain, rejecting, requests):
     same = [
         (prompt, params if params.temperature == 0 else replace(params, speculative=False))
@@ -156,6 +160,7 @@ def test_greedy_requests_and_those_that_decline_have_the_same_tokens(plain, reje
     assert 0 < stats["spec_num_accepted_tokens"] < stats["spec_num_draft_tokens"]
 
 
+@slow
 def test_log_probabilities_are_those_of_the_tokens(plain, requests, sampled):
     """Of whatever was sampled: as if an engine without drafts had read it."""
     outputs = [
@@ -172,6 +177,7 @@ def test_log_probabilities_are_those_of_the_tokens(plain, requests, sampled):
             assert mine[token] == theirs[token]
 
 
+@slow
 def test_masks_hold(requests, sampled):
     asked = [
         (params, result) for (_, params), result in zip(requests, sampled, strict=True) if params.allowed_token_ids
@@ -181,6 +187,7 @@ def test_masks_hold(requests, sampled):
         assert {token for output in result.outputs for token in output.token_ids} <= set(params.allowed_token_ids)
 
 
+@slow
 def test_with_fixed_lengths_and_room_for_all_company_changes_nothing(rejecting, requests):
     """Eight branches: their drafts fit into half of a step, which is what they get while prompts are read."""
     company = requests[:6]
@@ -196,6 +203,7 @@ def test_a_runner_that_remembers_no_draft_logits_is_refused():
         Runner(decoder(), **sizes, attention=XLA, draft=draft, acceptance="rejection")
 
 
+@slow
 def test_the_memory_plan_knows_the_draft_logits(rejecting):
     workspaces = []
     for rule in ACCEPTANCE_RULES:

@@ -119,7 +119,8 @@ class Scheduler:
         request.steps_in_flight -= 1
         request.num_in_flight -= sample
         request.drafts_in_flight -= drafts
-        if request.state is RequestState.FINISHED:
+        state = request.state
+        if state is RequestState.FINISHED:
             return 0
         if not finite or (tokens and tokens[0] < 0):
             self._fail(request, entry, finite)
@@ -127,9 +128,9 @@ class Scheduler:
         taken = request.take_tokens(tokens)
         if request.only_scores and entry.start + count == request.num_prompt_tokens:
             request.finish_reason = "length"
-        if request.state is RequestState.RUNNING:  # in the same admission: a preempted request waits for this step
+        if state is RequestState.RUNNING:  # in the same admission: a preempted request waits for this step
             request.num_confirmed += count
-            if len(tokens) > 1:
+            if drafts and len(tokens) > 1:
                 accepted = len(tokens) - 1
                 request.num_computed += accepted
                 request.num_confirmed += accepted
@@ -137,13 +138,14 @@ class Scheduler:
                     self.policy.computed(request, request.num_computed - accepted, request.num_computed)
             if request.num_confirmed >= (request.num_registered + 1) * self.page_size:
                 self._register_pages(request)
-        if request.finish_reason is not None and request.num_following and request.state is RequestState.RUNNING:
-            pages, request.pages = request.pages, []
-            self.finish(request)
-            self.held.hold(request, pages)
-        elif request.finish_reason is not None:
-            self.finish(request)
-        elif request.state is RequestState.PREEMPTED and request.steps_in_flight == 0:
+        if request.finish_reason is not None:
+            if request.num_following and state is RequestState.RUNNING:
+                pages, request.pages = request.pages, []
+                self.finish(request)
+                self.held.hold(request, pages)
+            else:
+                self.finish(request)
+        elif state is RequestState.PREEMPTED and request.steps_in_flight == 0:
             self.preempted.remove(request)
             request.state = RequestState.WAITING
             self.waiting.add(request)

@@ -78,19 +78,20 @@ def mixed_params(count: int) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_a_rows_token_does_not_depend_on_the_others(spread):
-    logits = some_logits(spread, WIDE, rows=64)
-    params, positions = mixed_params(64), np.arange(64, dtype=np.int32) * 7
+    count = 64 if spread > 1 else 32  # rows that keep many tokens take long
+    logits = some_logits(spread, WIDE, rows=count)
+    params, positions = mixed_params(count), np.arange(count, dtype=np.int32) * 7
     together = np.asarray(by_candidates(logits, rows_of(params), positions))
-    order = np.random.default_rng(2).permutation(64)
+    order = np.random.default_rng(2).permutation(count)
     shuffled = by_candidates(logits[order], rows_of([params[i] for i in order]), positions[order])
     np.testing.assert_array_equal(shuffled, together[order])
-    for size in (8, 16, 32):
-        for start in range(0, 64, size):
+    for size in (8, 16, count // 2):
+        for start in range(0, count, size):
             part = slice(start, start + size)
             alone = by_candidates(logits[part], rows_of(params[part]), positions[part])
             np.testing.assert_array_equal(alone, together[part])
     idle = SamplingParams(temperature=0)
-    for index in range(0, 64, 3):  # alone among greedy rows, elsewhere in the batch
+    for index in range(0, count, 3):  # alone among greedy rows, elsewhere in the batch
         company = rows_of([idle] * 5 + [params[index]] + [idle] * 2)
         alone = by_candidates(np.tile(logits[index], (8, 1)), company, np.full(8, positions[index], np.int32))
         assert alone[5] == together[index]

@@ -125,7 +125,7 @@ def test_beside_plain_requests(engine, requests, expected):
         pytest.param({"num_pages": 10}, marks=pytest.mark.slow),
         {"async_scheduling": False},
         pytest.param({"attention_backend": "xla", "linear_backend": "xla"}, marks=pytest.mark.slow),
-        {"speculative_config": FIXED},
+        {"speculative_config": FIXED, "budget": 8},  # heads of 8 rows only
     ],
     ids=["preempted", "without overlap", "xla", "speculating"],
 )
