@@ -318,21 +318,23 @@ def keys() -> list[tuple[str, int]]:
 def cases(*, everything: bool) -> list[Case]:
     """The programs with two layers, and the whole model at one token bucket; or the whole model in all of them."""
     depth = {model: config["num_hidden_layers"] for model, config in MODELS.items()}
-    if everything:
-        modes = False, True
-        return [Case(model, layers, *key, mode) for model, layers in depth.items() for mode in modes for key in keys()]
+    verified = [("propose_ngram", DRAFTS), ("body", 64), ("greedy_head", 64), ("head", 64)]
+    largest = "Llama-3-8B"
     found = []
+    if everything:
+        for model, layers in depth.items():
+            found += [Case(model, layers, *key, mode) for mode in (False, True) for key in keys()]
+            found += [Case(model, layers, *key, speculates="ngram") for key in verified]
+        return [*found, Case(largest, depth[largest], "masked_head", 64, constrains=True)]
     for model, layers in depth.items():
         # The sampling head is by far the largest program, and the same in every bucket.
         found += [Case(model, 2, *key) for key in keys() if key[0] != "head" or key[1] == 64]
         found += [Case(model, 2, "body", tokens, True) for tokens in (8, 128, BUCKETS.tokens[-1])]
-        found += [Case(model, 2, "greedy_head", 64, True), Case(model, layers, "body", 64)]
-        step = [("propose_ngram", DRAFTS), ("body", 64), ("greedy_head", 64), ("head", 64)]
-        found += [Case(model, 2, *key, speculates="ngram") for key in step]
+        found += [Case(model, 2, "greedy_head", 64, True), Case(model, layers, "body", BUCKETS.tokens[-1])]
+        found += [Case(model, 2, *key, speculates="ngram") for key in verified]
         step = [("propose_by_model", 8), ("head", 64)]
         found += [Case(model, 2, *key, speculates="draft_model") for key in step]
     step = [("body", 64), ("propose_by_model", 8)]
-    largest = "Llama-3-8B"
     found += [Case(largest, 2, *key, speculates=head) for head in ("eagle", "medusa") for key in step]
     return [*found, Case(largest, 2, "masked_head", 64, constrains=True)]
 
@@ -373,6 +375,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="the whole models at one token bucket only")
+    parser.add_argument("--only", default="", help="part of a program's name in the table: the others are left out")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     if reason := unavailable():
@@ -380,6 +383,8 @@ def main() -> None:
     target, found = Target(), []
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     for case in cases(everything=not options.small):
+        if options.only not in str(case):
+            continue
         found.append(inspect(case, target))
         print(markdown(found[-1]), flush=True)
     print(f"\n{kernel_table(found)}")

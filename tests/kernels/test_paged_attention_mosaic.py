@@ -71,10 +71,15 @@ class Sequences(NamedTuple):
 
 
 @cache
-def sequences(kv_heads: int, group: int, head_dim: int, dtype: str) -> Sequences:
+def sequences(
+    kv_heads: int, group: int, head_dim: int, dtype: str, spread: float = 2.0, mean: float = 0.0
+) -> Sequences:
+    """`spread` is the standard deviation of the scaled scores, `mean` what every value has in common with the others,
+    in standard deviations of what it has not."""
     random = np.random.default_rng(1)
-    q = random.standard_normal((SLOTS, LONGEST, kv_heads * group, head_dim)) * 2
+    q = random.standard_normal((SLOTS, LONGEST, kv_heads * group, head_dim)) * spread
     kv = random.standard_normal((2, SLOTS, LONGEST, kv_heads, head_dim))
+    kv[1] += mean
     return Sequences(q.astype(jnp.dtype(dtype)), kv.astype(jnp.dtype(dtype)))
 
 
@@ -82,10 +87,10 @@ def data_of(shape: Shape) -> Sequences:
     return sequences(shape.kv_heads, shape.group, shape.head_dim, shape.dtype)
 
 
-def pool(shape: Shape, chunks: list[Chunk], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def pool(shape: Shape, data: Sequences, chunks: list[Chunk], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(pages, page table) of the sequences up to the ends of the chunks: pages in random order, and everything else,
     in pages that nobody owns, behind the ends and in the table, is junk."""
-    kv, random = data_of(shape).kv, np.random.default_rng(seed)
+    kv, random = data.kv, np.random.default_rng(seed)
     most = -(-LONGEST // shape.page_size)
     ids = list(random.permutation(SLOTS * most + 3))
     pages = np.full((len(ids), 2, shape.kv_heads, shape.page_size, shape.head_dim), 1e4, kv.dtype)
@@ -108,11 +113,12 @@ def attend(
     run=None,
     ahead: int = 0,
     missing: tuple[int, ...] = (),
+    data: Sequences | None = None,
 ) -> np.ndarray:
     """The results of the scheduled rows, in their order. `ahead`: by how much the host takes lengths for longer;
     `missing`: rows that it plans behind each chunk's, for draft tokens, and that do not exist."""
-    data = data_of(shape)
-    pages, table = pool(shape, chunks, seed)
+    data = data or data_of(shape)
+    pages, table = pool(shape, data, chunks, seed)
     slot, position = np.full(shape.tokens, SLOTS, np.int32), np.full(shape.tokens, -1, np.int32)
     runs, row = [], 0
     for chunk, planned in zip(chunks, missing or [0] * len(chunks), strict=True):
@@ -137,15 +143,14 @@ def traced(backend, shape: Shape, q, pages, table, work, slot, position):
 compiled = partial(jax.jit, static_argnums=(0, 1))(traced)
 
 
-def oracle(shape: Shape, chunks: list[Chunk]) -> np.ndarray:
+def oracle(shape: Shape, chunks: list[Chunk], data: Sequences | None = None) -> np.ndarray:
     """Softmax attention in float64, row by row from the definition."""
-    out = [weights @ values for weights, values in softmax_rows(shape, chunks)]
+    out = [weights @ values for weights, values in softmax_rows(shape, chunks, data or data_of(shape))]
     return np.array(out).reshape(-1, shape.kv_heads * shape.group, shape.head_dim)
 
 
-def softmax_rows(shape: Shape, chunks: list[Chunk]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def softmax_rows(shape: Shape, chunks: list[Chunk], data: Sequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each row and head the weights of the keys that it sees, and their values."""
-    data = data_of(shape)
     for slot, start, count in chunks:
         for position in range(start, start + count):
             first = 0 if shape.window is None else max(position + 1 - shape.window, 0)
@@ -169,7 +174,7 @@ def allowed_error(shape: Shape, chunks: list[Chunk]) -> np.ndarray:
     float32 does on the way, and float16 below 2^-14, is less than 2^-13 of the same and 2^-15 of the values.
     """
     unit, allowed = UNIT[shape.dtype], []
-    for weights, values in softmax_rows(shape, chunks):
+    for weights, values in softmax_rows(shape, chunks, data_of(shape)):
         out = weights @ values
         spread = weights @ np.abs(values - out)
         allowed.append((unit + 2.0**-13) * spread + unit * np.abs(out) + 2.0**-15 * (weights @ np.abs(values)))
@@ -232,18 +237,30 @@ def test_the_kernels_agree_with_float64_and_do_not_race(shape):
     check_against_float64(shape, 2)
 
 
+def errors(shape: Shape, backend, data: Sequences) -> np.ndarray:
+    """Relative error of each row and head in chunks and items, at the ends of a short and of the longest context."""
+    found = []
+    for start in (70, LONGEST - 56):
+        chunks = [Chunk(0, start, 56), Chunk(1, start, 8)]
+        expected = oracle(shape, chunks, data)
+        off = attend(shape, backend, chunks, data=data).astype(np.float64) - expected
+        found.append(np.linalg.norm(off, axis=-1) / np.linalg.norm(expected, axis=-1))
+    return np.concatenate(found).ravel()
+
+
 @pytest.mark.slow
-def test_the_error_is_about_that_of_xla():
-    """Few keys dominate these rows, which is where `xla` is ahead: it scales weights so that the largest is 1, which
-    rounding leaves alone, the kernels by powers of two."""
-    shape, ours, theirs, exact = SHAPES[0], [], [], []
-    for start in (40, 90, 150, 260, 400, 632):
-        chunks = [Chunk(start % SLOTS, start, 8)]
-        ours.append(attend(shape, shape.backend(), chunks))
-        theirs.append(attend(shape, XLA, chunks))
-        exact.append(oracle(shape, chunks))
-    ours, theirs, exact = (np.concatenate(parts) for parts in (ours, theirs, exact))
-    assert relative_error(ours, exact) <= 1.2 * relative_error(theirs, exact)
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("spread", [0.3, 2.0, 8.0])
+def test_the_error_is_no_worse_than_that_of_xla(spread, mean):
+    """From flat rows to rows of one key, by the same 1,024 rows and heads: their mean square, without any tolerance,
+    and the worst of them, a single one, with 5 %. Measured, the root of the mean square is 0.2 to 3.4 % below that of
+    `xla`; with weights scaled by powers of two, so that the largest is rounded too, it was up to 12 % above, the worst
+    40 %."""
+    shape = Shape(64, config=replace(SMALL, interpret=hopper.interpreted(detect_races=False)))
+    data = sequences(shape.kv_heads, shape.group, shape.head_dim, shape.dtype, spread, mean)
+    ours, theirs = errors(shape, shape.backend(), data), errors(shape, XLA, data)
+    assert np.mean(ours**2) <= np.mean(theirs**2)
+    assert ours.max() <= 1.05 * theirs.max()
 
 
 @pytest.mark.slow

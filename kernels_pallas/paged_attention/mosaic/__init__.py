@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxserve.kernels_pallas.hopper import ROWS
@@ -126,7 +127,10 @@ class MosaicAttention:
             "config": self.config,
         }
         q_rows = rows_by_head(q.astype(pages.dtype), kv_heads, self.config.prefill_workers * ROWS)
-        out = jax.new_ref(jnp.zeros((tokens * kv_heads, group, head_dim), pages.dtype))
+        zeros = jnp.zeros((tokens * kv_heads, group, head_dim), pages.dtype)
+        # Not before the queries are there: XLA would fill every layer's at the start of the step, and keep them.
+        q_rows, zeros = lax.optimization_barrier((q_rows, zeros))
+        out = jax.new_ref(zeros)
         if len(prepared.items):
             places = self.work.num_places(tokens)
             partials = paged_decode(

@@ -116,7 +116,7 @@ def paged_decode(
                 start = jnp.maximum(split * split_blocks, first)
                 stop = jnp.minimum((split + 1) * split_blocks, last)
                 state, *ring = lax.fori_loop(start, stop, take, (online_softmax.empty(head_dim), *ring))
-                return online_softmax.fold(total, state), *ring
+                return online_softmax.fold(total, online_softmax.finished(state)), *ring
 
             start = online_softmax.empty(head_dim), jnp.int32(0), pages.ids(first + stages)
             if config.folds_in_decode:
@@ -125,7 +125,8 @@ def paged_decode(
                 total, *_ = lax.fori_loop(start_split, end_split, take_split, start)
             else:  # one split an item; like a fold into nothing, this turns -0 into 0
                 state, *_ = lax.fori_loop(first, last, take, start)
-                total = state._replace(acc=state.acc + 0.0)
+                split = online_softmax.finished(state)
+                total = split._replace(acc=split.acc + 0.0)
             # Read again where the result goes: there are no registers to keep it in.
             item, head, _, _, _, finishes = item_at(lax.optimization_barrier(index))
             pl.when(finishes)(lambda: write_result(item, head, total))

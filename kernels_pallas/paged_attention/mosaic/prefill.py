@@ -102,7 +102,7 @@ def paged_prefill(
                     begin = jnp.maximum(split * split_blocks, first)
                     end = jnp.minimum((split + 1) * split_blocks, last)
                     state, slot = lax.fori_loop(begin, end, take, (online_softmax.empty(head_dim), slot))
-                    return online_softmax.fold(total, state), slot
+                    return online_softmax.fold(total, online_softmax.finished(state)), slot
 
                 begin_split = lax.div(first, jnp.int32(split_blocks))
                 end_split = lax.div(last - 1, jnp.int32(split_blocks)) + 1
