@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 from jaxserve.beam_search import BeamSearchParams
@@ -19,6 +20,7 @@ from jaxserve.server.protocol import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from jaxserve.server.reasoning import shows_special_tokens
 from jaxserve.server.responses import ResponseBuilder, ResponsesRequest
 from jaxserve.server.service import Service
 from jaxserve.server.tracing import RequestSpan, request_attributes
@@ -145,16 +147,24 @@ class Generation:
         names = {"request_id": self._call.request_id, "model": self._model}
         if isinstance(request, EmbeddingRequest):
             with refusals(FIELD_NAMES):
-                prompts = service.checked_prompts(request, self._params)
+                prompts = service.checked(request.prompts(), self._params)
             return EmbeddingBuilder(request, self._params, prompts, service.tokenizer, **names)
         is_chat, tools = isinstance(request, ChatCompletionRequest), None
         form = "response_format" if request.response_format is not None else None
         if is_chat and form is None and request.structured_outputs is None and request.may_call:
             form = "tools"
         with refusals(form and {"structured_outputs": form}):
-            if is_chat and (tools := service.tool_calling(request)) is not None:
-                self._params = tools.params(self._params)
-            prompts = service.checked_prompts(request, self._beams or self._params)
+            if is_chat:
+                tools = service.tool_calling(request)
+                prompts = [service.chat_prompt(request.messages, request.rendering())]
+                begun = service.thinks_at_once(prompts[0]["prompt"])
+                if begun is not None and shows_special_tokens(service.tokenizer.special_tokens):
+                    self._params = replace(self._params, skip_special_tokens=False)
+                if tools is not None:
+                    self._params = tools.params(self._params, begun)
+            else:
+                prompts = request.prompts()
+            prompts = service.checked(prompts, self._beams or self._params)
         if not is_chat:
             return CompletionBuilder(request, self._params, prompts, service.tokenizer, **names)
         reader = partial(service.message_reader, request, self._params, prompts[0].get("prompt", ""), tools)

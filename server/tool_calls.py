@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jaxserve.structured.grammars import inline_json, marker, text_literal, triggered
+from jaxserve.structured.grammars import inline_json, marker, text_literal, triggered, up_to
 from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.text.stop_strings import held_back
 from jaxserve.validation import lone_surrogate
@@ -77,7 +77,8 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def free_grammar(self, tools: Sequence[Tool]) -> str:
-        """A whole Lark grammar of texts in which what begins like a call is one of a tool, with arguments that fit."""
+        """The rule `free` of a Lark grammar, and those that it needs: texts in which what begins like a call is one of
+        a tool, with arguments that fit."""
 
     @abstractmethod
     def take(self, text: str, names: Collection[str], *, before: Before, final: bool) -> Taken:
@@ -155,9 +156,11 @@ class Llama3Json(ToolFormat):
         return "\n".join(["calls: call" + (' ("; " call)*' if parallel else ""), *self._objects(tools)])
 
     def free_grammar(self, tools: Sequence[Tool]) -> str:
-        start = f"start: {marker(self.tag, self.special_tokens)}? calls | TEXT"
+        # What may begin alike takes its white space with it: the lexer does not go back.
+        tag = up_to("tag", "SPACES?", self.tag, self.special_tokens)
+        spaces = r"SPACES: /[ \n\r\t]+/"
         text = r"TEXT: /[ \n\r\t]*([^ \n\r\t{<](.|\n)*|<([^|](.|\n)*)?)?/"  # neither a brace first nor the tag
-        return "\n".join([start, text, self.grammar(tools, parallel=True)])
+        return "\n".join(["free: tag? calls | TEXT", tag, spaces, text, self.grammar(tools, parallel=True)])
 
     def take(self, text: str, names: Collection[str], *, before: Before, final: bool) -> Taken:
         as_text = Taken(text, [], "")

@@ -163,17 +163,21 @@ def _tags_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, 
         groups[trigger].append(" ".join(rest))
     unused = [trigger for trigger, bodies in groups.items() if not bodies]
     require(not unused, f"{field}.triggers", unused, "texts with which some structure begins")
-    return triggered(groups, special_tokens)
+    return "\n".join(["%llguidance {}", "start: free", triggered(groups, special_tokens)])
 
 
 def triggered(groups: Mapping[str, list[str]], special_tokens: Mapping[str, int]) -> str:
-    """A Lark grammar of free text in which each trigger is followed by one of its bodies (terms of the grammar)."""
-    rules = [f"start: ({' | '.join(f'part_{index}' for index in range(len(groups)))})* TEXT", "TEXT: /(.|\\n)*/"]
+    """The rule `free` of a Lark grammar, and those that it needs: free text in which each trigger is followed by one
+    of its bodies (terms of the grammar)."""
+    rules = [f"free: ({' | '.join(f'part_{index}' for index in range(len(groups)))})* TEXT", "TEXT: /(.|\\n)*/"]
     for index, (trigger, bodies) in enumerate(groups.items()):
-        if trigger in special_tokens:
-            rules.append(f"part_{index}: TEXT {marker(trigger, special_tokens)} body_{index}")
-        else:
-            rules.append(f"begin_{index}[lazy]: TEXT {text_literal(trigger)}")
-            rules.append(f"part_{index}: begin_{index} body_{index}")
+        rules.append(up_to(f"begin_{index}", "TEXT", trigger, special_tokens))
+        rules.append(f"part_{index}: begin_{index} body_{index}")
         rules.append(f"body_{index}: {' | '.join(bodies)}")
-    return "\n".join(["%llguidance {}", *rules])
+    return "\n".join(rules)
+
+
+def up_to(name: str, before: str, text: str, special_tokens: Mapping[str, int]) -> str:
+    """The rule `name` of a Lark grammar: a marker, and before it the shortest text that the terminal `before` takes."""
+    lazy = "" if text in special_tokens else "[lazy]"
+    return f"{name}{lazy}: {before} {marker(text, special_tokens)}"
