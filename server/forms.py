@@ -101,7 +101,7 @@ class ToolCalling:
         named = choice.function.name if isinstance(choice, NamedTool) else None
         self._format, self._parallel = tool_format, parallel and named is None
         functions = [tool.function for tool in tools if named in (None, tool.function.name)]
-        self._tools = [Tool(each.name, {"type": "object", **(each.parameters or {})}) for each in functions]
+        self._tools = [Tool(each.name, {**(each.parameters or {}), "type": "object"}) for each in functions]
         self._forced = choice not in (None, "auto")
         self._strict = [bool(each.strict) for each in functions]
 
@@ -146,6 +146,10 @@ def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -
     """Whether an answer may hold calls. ValueError for a choice that cannot be made."""
     names = [tool.function.name for tool in tools or ()]
     require(len(set(names)) == len(names), "tools", names, "functions with different names")
+    for index, tool in enumerate(tools or ()):
+        kind = (tool.function.parameters or {}).get("type", "object")
+        valid = kind == "object" or (isinstance(kind, list) and "object" in kind)
+        require(valid, f"tools[{index}].function.parameters.type", kind, "'object': arguments are named")
     if isinstance(choice, NamedTool):
         name = choice.function.name
         require(name in names, "tool_choice.function.name", name, f"the name of one of the tools, {names}")

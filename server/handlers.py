@@ -25,6 +25,13 @@ from jaxserve.server.responses import ResponseBuilder, ResponsesRequest
 from jaxserve.server.service import Service
 from jaxserve.server.tracing import RequestSpan, request_attributes
 
+# What a client who gives a `response_format` calls the parts of the form.
+FORM_NAMES = {
+    "structured_outputs.json": "response_format.json_schema.schema",
+    "structured_outputs.structural_tag": "response_format",
+    "structured_outputs": "response_format",
+}
+
 
 async def complete(
     service: Service, call: Call, request: CompletionRequest | ChatCompletionRequest
@@ -62,7 +69,7 @@ class Generation:
         self._model = service.check_model(request.model)
         tenant = call.tenant or request.user or ""
         self._beams: BeamSearchParams | None = None
-        with refusals():
+        with refusals(FORM_NAMES if getattr(request, "response_format", None) else None):
             if isinstance(request, EmbeddingRequest):
                 self._params = request.pooling_params(tenant=tenant)
             else:
@@ -150,10 +157,10 @@ class Generation:
                 prompts = service.checked(request.prompts(), self._params)
             return EmbeddingBuilder(request, self._params, prompts, service.tokenizer, **names)
         is_chat, tools = isinstance(request, ChatCompletionRequest), None
-        form = "response_format" if request.response_format is not None else None
-        if is_chat and form is None and request.structured_outputs is None and request.may_call:
-            form = "tools"
-        with refusals(form and {"structured_outputs": form}):
+        names_of_form = FORM_NAMES if request.response_format is not None else None
+        if is_chat and names_of_form is None and request.structured_outputs is None and request.may_call:
+            names_of_form = {"structured_outputs": "tools"}
+        with refusals(names_of_form):
             if is_chat:
                 tools = service.tool_calling(request)
                 prompts = [service.chat_prompt(request.messages, request.rendering())]

@@ -5,7 +5,6 @@ holds valid JSON only, and a joined stream is the whole answer.
 """
 
 import json
-import math
 import secrets
 import string
 from abc import ABC, abstractmethod
@@ -23,14 +22,17 @@ _LETTERS = string.ascii_letters + string.digits
 Before = Literal["nothing", "text", "call"]
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is no number of JSON")
-    return value
+class _Number(NamedTuple):
+    """A number of JSON as it was written: Python's may not be able to hold it."""
+
+    text: str
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)  # Python's takes NaN and Infinity
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_Number, parse_int=_Number, parse_constant=_no_number)
 
 
 class Tool(NamedTuple):
@@ -106,7 +108,10 @@ class ToolFormat(ABC):
             return None
         given = [value[key] for key in ("arguments", "parameters") if key in value]
         arguments = given[0] if given else {}
-        return (value["name"], _dump(arguments)) if isinstance(arguments, dict) else None
+        try:
+            return (value["name"], _dump(arguments)) if isinstance(arguments, dict) else None
+        except RecursionError:
+            return None
 
 
 class Hermes(ToolFormat):
@@ -289,6 +294,12 @@ def _parse(text: str) -> Any:
         return None
 
 
-def _dump(arguments: dict) -> str:
-    text = json.dumps(arguments, ensure_ascii=False)
-    return text if lone_surrogate(text) is None else json.dumps(arguments)
+def _dump(value: Any) -> str:
+    """JSON on one line."""
+    if isinstance(value, _Number):
+        return value.text
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_dump(name)}: {_dump(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_dump, value)) + "]"
+    return json.dumps(value, ensure_ascii=isinstance(value, str) and lone_surrogate(value) is not None)

@@ -81,22 +81,32 @@ def _parsed(text: str, field: str) -> dict:
 
 def _prepared(schema: Any, params: StructuredOutputsParams) -> Any:
     """The schema as llguidance gets it."""
-    schema = _without_controls(schema)
-    return _closed(schema) if params.disable_additional_properties else schema
+    try:
+        schema = _repaired(schema)
+        schema = _closed(schema) if params.disable_additional_properties else schema
+    except RecursionError:
+        raise ValueError("structured_outputs.json: it is nested too deeply") from None
+    if isinstance(schema, dict):  # llguidance's options are not for clients: they could make it write what is no JSON
+        schema.pop("x-guidance", None)
+    return schema
 
 
 _BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_BEGINS_WITH_DATE = {"pattern": f"^({_YEAR}-(0[13-9]|1[0-2]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"}
 
 
-def _without_controls(schema: Any) -> Any:
-    """The schema with patterns whose negated classes leave out control characters, too.
+def _repaired(schema: Any) -> Any:
+    """The schema with what llguidance (1.9) gets wrong said in another way.
 
-    Where a class has many of them but no quote or no backslash, llguidance (1.9) lets a quote or a backslash through
-    when it escapes the text for JSON.
+    Where a negated class of a pattern has many control characters but no quote or no backslash, a quote or a backslash
+    gets through when the text is escaped for JSON: such classes leave out control characters, too. Dates have a
+    February 29 in every year, and a year 0.
     """
     if isinstance(schema, list):
-        return [_without_controls(part) for part in schema]
+        return [_repaired(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     changed = {}
@@ -104,11 +114,13 @@ def _without_controls(schema: Any) -> Any:
         if key == "pattern" and isinstance(value, str):
             changed[key] = _narrowed(value)
         elif key == "patternProperties" and isinstance(value, dict):
-            changed[key] = {_narrowed(pattern): _without_controls(part) for pattern, part in value.items()}
+            changed[key] = {_narrowed(pattern): _repaired(part) for pattern, part in value.items()}
         elif key in _BY_NAME and isinstance(value, dict):  # a property may be called like a keyword
-            changed[key] = {name: _without_controls(part) for name, part in value.items()}
+            changed[key] = {name: _repaired(part) for name, part in value.items()}
         else:
-            changed[key] = value if key in _VALUES else _without_controls(value)
+            changed[key] = value if key in _VALUES else _repaired(value)
+    if schema.get("format") in ("date", "date-time") and isinstance(changed.get("allOf", []), list):
+        changed["allOf"] = [*changed.get("allOf", []), _BEGINS_WITH_DATE]
     return changed
 
 

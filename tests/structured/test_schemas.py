@@ -1,5 +1,6 @@
 """Outputs by JSON schemas against another implementation of JSON Schema: all are valid, what is valid can be said."""
 
+import datetime
 import functools
 import json
 import random
@@ -29,6 +30,11 @@ CLOSING = {token: 2.0 for char in '"}]' for token in TEXT.encode(char)}
 
 
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
+
+
+@FORMATS.checks("date-time", ValueError)  # jsonschema itself needs one more package for it
+def begins_with_a_date(value) -> bool:
+    return not isinstance(value, str) or bool(datetime.date.fromisoformat(value[:10]))
 
 
 def validate(text: str, schema) -> None:
@@ -245,6 +251,39 @@ def test_properties_may_be_called_like_keywords(compiler):
     schema["properties"] = {"default": {"type": "string", "pattern": '^[^"]$'}}
     assert accepts(compiler, schema, '{"default":"x"}')
     assert not accepts(compiler, schema, '{"default":"\\""}')
+
+
+@pytest.mark.parametrize("more", [{}, {"pattern": "^[^x]*$"}, {"allOf": [{"maxLength": 20}]}], ids=str)
+def test_dates_exist(compiler, more):
+    days = [f"{year}-{day}" for year in ("0001", "1900", "2000", "2023", "2024") for day in ("02-28", "02-29", "04-30")]
+    for day in [
+        *days,
+        "0000-01-01",
+        "2024-02-30",
+        "2023-04-31",
+        "2024-13-01",
+        "2024-00-10",
+        "2024-10-00",
+        "2024-12-31",
+    ]:
+        assert accepts(compiler, {"format": "date", **more}, json.dumps(day)) == FORMATS.conforms(day, "date"), day
+        moment = f"{day}T09:00:00Z"
+        said = accepts(compiler, {"type": ["null", "string"], "format": "date-time", **more}, json.dumps(moment))
+        assert said == FORMATS.conforms(day, "date"), moment
+
+
+def test_the_compilers_own_options_are_not_for_clients(compiler):
+    schema = {"type": "array", "x-guidance": {"item_separator": ";", "lenient": True}}
+    assert accepts(compiler, schema, "[1,2]")
+    assert not accepts(compiler, schema, "[1;2]")
+
+
+@pytest.mark.parametrize("depth", [300, 950, 5000])
+def test_schemas_that_are_too_deep_or_fit_nothing(compiler, depth):
+    with pytest.raises(ValueError, match=r"structured_outputs\.json: "):
+        compiler.compile(StructuredOutputsParams(json='{"items":' * depth + "{}" + "}" * depth))
+    with pytest.raises(ValueError, match="no output fits it"):
+        compiler.compile(StructuredOutputsParams(json={"$ref": "#"}))
 
 
 def test_constants_are_no_patterns(compiler):
