@@ -1,7 +1,7 @@
 """What each POST does with its body: answers, whole or streamed, and the tokenizer's two ways. Knows no HTTP."""
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -25,11 +25,19 @@ from jaxserve.server.responses import ResponseBuilder, ResponsesRequest
 from jaxserve.server.service import Service
 from jaxserve.server.tracing import RequestSpan, request_attributes
 
-# What a client who gives a `response_format` calls the parts of the form.
+# What clients call fields that are refused under another name.
 FORM_NAMES = {
     "structured_outputs.json": "response_format.json_schema.schema",
     "structured_outputs.structural_tag": "response_format",
     "structured_outputs": "response_format",
+}
+RESPONSES_NAMES = {
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "messages": "input",
+    "function.parameters": "parameters",
+    "tool_choice.function": "tool_choice",
+    "max_tokens": "max_output_tokens",
 }
 
 
@@ -45,7 +53,7 @@ async def respond(service: Service, call: Call, request: ResponsesRequest) -> st
     """A response: a chat in another dress."""
     with refusals():
         chat = request.chat()
-    generation = Generation(service, call, chat, partial(ResponseBuilder, request))
+    generation = Generation(service, call, chat, partial(ResponseBuilder, request), RESPONSES_NAMES)
     return generation.events() if request.stream else await generation.whole()
 
 
@@ -63,13 +71,16 @@ class Generation:
         call: Call,
         request: CompletionRequest | ChatCompletionRequest | EmbeddingRequest,
         chat_builder: Callable[..., ChatBuilder] = ChatBuilder,
+        names: Mapping[str, str] | None = None,
     ):
-        self._chat_builder = chat_builder
+        """`names` are what the client calls the fields of a chat."""
+        self._chat_builder, self._names = chat_builder, names or {}
+        self._form_names = FORM_NAMES if getattr(request, "response_format", None) is not None else {}
         self._service, self._call, self._request = service, call, request
         self._model = service.check_model(request.model)
         tenant = call.tenant or request.user or ""
         self._beams: BeamSearchParams | None = None
-        with refusals(FORM_NAMES if getattr(request, "response_format", None) else None):
+        with refusals({**self._form_names, **self._names}):
             if isinstance(request, EmbeddingRequest):
                 self._params = request.pooling_params(tenant=tenant)
             else:
@@ -157,10 +168,10 @@ class Generation:
                 prompts = service.checked(request.prompts(), self._params)
             return EmbeddingBuilder(request, self._params, prompts, service.tokenizer, **names)
         is_chat, tools = isinstance(request, ChatCompletionRequest), None
-        names_of_form = FORM_NAMES if request.response_format is not None else None
-        if is_chat and names_of_form is None and request.structured_outputs is None and request.may_call:
-            names_of_form = {"structured_outputs": "tools"}
-        with refusals(names_of_form):
+        form_names = self._form_names
+        if is_chat and not form_names and request.structured_outputs is None and request.may_call:
+            form_names = {"structured_outputs": "tools"}
+        with refusals({**form_names, **self._names}):
             if is_chat:
                 tools = service.tool_calling(request)
                 prompts = [service.chat_prompt(request.messages, request.rendering())]
