@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.reasoning import thoughts_grammar
 from jaxserve.server.tool_calls import Tool, ToolCallReader, ToolFormat
 from jaxserve.structured.grammars import ANY_OBJECT, inline_json, schema_of
 from jaxserve.structured.params import StructuredOutputsParams
@@ -99,35 +100,43 @@ class ToolCalling:
     ):
         named = choice.function.name if isinstance(choice, NamedTool) else None
         self._format, self._parallel = tool_format, parallel and named is None
-        self.leaves_text_free = False  # whether the answer that `params` asks for may be any text
         functions = [tool.function for tool in tools if named in (None, tool.function.name)]
-        self._tools = [Tool(each.name, {"type": "object", **(each.parameters or {})}) for each in functions]
+        self._tools = [Tool(each.name, {**(each.parameters or {}), "type": "object"}) for each in functions]
         self._forced = choice not in (None, "auto")
         self._strict = [bool(each.strict) for each in functions]
 
-    def params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters under which the answer is what it may be: calls if they are required, else also text."""
+    def params(self, params: SamplingParams, thinks_at_once: bool | None = None) -> SamplingParams:
+        """The parameters under which the answer is what it may be: calls if they are required, else also text.
+
+        `thinks_at_once`: whether the answer begins within thoughts; else it may think first, or not at all if None.
+        """
+        special_tokens, rules = self._format.special_tokens, []
         if self._format.shows_special_tokens:
             params = replace(params, skip_special_tokens=False)
-        form = params.structured_outputs
-        self.leaves_text_free = not self._forced and form is None
-        if self.leaves_text_free:
-            return replace(params, structured_outputs=self._free_form()) if any(self._strict) else params
-        other = ""
-        if not self._forced:
-            if form.json is None and not form.json_object:
-                raise ValueError(
-                    "tools: they must be left out beside a form other than JSON, unless a call is required"
-                )
-            other = " | " + inline_json(schema_of(form), form)
-        rules = self._format.grammar(self._tools, parallel=self._parallel)
-        return replace(params, structured_outputs=StructuredOutputsParams(grammar=f"start: calls{other}\n{rules}"))
+        answer = self._answer(params.structured_outputs)
+        if answer is None:
+            return params
+        if thinks_at_once is not None:
+            rules = [thoughts_grammar(special_tokens, begun=thinks_at_once)]
+        grammar = "\n".join(["%llguidance {}", f"start: {'thoughts ' if rules else ''}answer", *rules, *answer])
+        return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
 
-    def _free_form(self) -> StructuredOutputsParams:
+    def _answer(self, form: StructuredOutputsParams | None) -> list[str] | None:
+        """The rule `answer` of a Lark grammar, and those that it needs; None if any text is an answer."""
+        if form is None and not self._forced:
+            return ["answer: free", self._free_form()] if any(self._strict) else None
+        calls = self._format.grammar(self._tools, parallel=self._parallel)
+        if self._forced:
+            return ["answer: calls", calls]
+        if form.json is None and not form.json_object:
+            raise ValueError("tools: they must be left out beside a form other than JSON, unless a call is required")
+        return [f"answer: calls | {inline_json(schema_of(form), form)}", calls]
+
+    def _free_form(self) -> str:
         """Any text, but calls as `strict` tools want them; of the other tools any object is taken."""
         pairs = zip(self._tools, self._strict, strict=True)
         tools = [tool if strict else tool._replace(parameters=ANY_OBJECT) for tool, strict in pairs]
-        return StructuredOutputsParams(grammar=self._format.free_grammar(tools))
+        return self._format.free_grammar(tools)
 
     def reader(self) -> ToolCallReader:
         return ToolCallReader(self._format, [tool.name for tool in self._tools], parallel=self._parallel)
@@ -137,6 +146,10 @@ def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -
     """Whether an answer may hold calls. ValueError for a choice that cannot be made."""
     names = [tool.function.name for tool in tools or ()]
     require(len(set(names)) == len(names), "tools", names, "functions with different names")
+    for index, tool in enumerate(tools or ()):
+        kind = (tool.function.parameters or {}).get("type", "object")
+        valid = kind == "object" or (isinstance(kind, list) and "object" in kind)
+        require(valid, f"tools[{index}].function.parameters.type", kind, "'object': arguments are named")
     if isinstance(choice, NamedTool):
         name = choice.function.name
         require(name in names, "tool_choice.function.name", name, f"the name of one of the tools, {names}")

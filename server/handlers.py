@@ -1,8 +1,9 @@
 """What each POST does with its body: answers, whole or streamed, and the tokenizer's two ways. Knows no HTTP."""
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 from jaxserve.beam_search import BeamSearchParams
@@ -19,9 +20,25 @@ from jaxserve.server.protocol import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from jaxserve.server.reasoning import shows_special_tokens
 from jaxserve.server.responses import ResponseBuilder, ResponsesRequest
 from jaxserve.server.service import Service
 from jaxserve.server.tracing import RequestSpan, request_attributes
+
+# What clients call fields that are refused under another name.
+FORM_NAMES = {
+    "structured_outputs.json": "response_format.json_schema.schema",
+    "structured_outputs.structural_tag": "response_format",
+    "structured_outputs": "response_format",
+}
+RESPONSES_NAMES = {
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "messages": "input",
+    "function.parameters": "parameters",
+    "tool_choice.function": "tool_choice",
+    "max_tokens": "max_output_tokens",
+}
 
 
 async def complete(
@@ -36,7 +53,7 @@ async def respond(service: Service, call: Call, request: ResponsesRequest) -> st
     """A response: a chat in another dress."""
     with refusals():
         chat = request.chat()
-    generation = Generation(service, call, chat, partial(ResponseBuilder, request))
+    generation = Generation(service, call, chat, partial(ResponseBuilder, request), RESPONSES_NAMES)
     return generation.events() if request.stream else await generation.whole()
 
 
@@ -54,13 +71,16 @@ class Generation:
         call: Call,
         request: CompletionRequest | ChatCompletionRequest | EmbeddingRequest,
         chat_builder: Callable[..., ChatBuilder] = ChatBuilder,
+        names: Mapping[str, str] | None = None,
     ):
-        self._chat_builder = chat_builder
+        """`names` are what the client calls the fields of a chat."""
+        self._chat_builder, self._names = chat_builder, names or {}
+        self._form_names = FORM_NAMES if getattr(request, "response_format", None) is not None else {}
         self._service, self._call, self._request = service, call, request
         self._model = service.check_model(request.model)
         tenant = call.tenant or request.user or ""
         self._beams: BeamSearchParams | None = None
-        with refusals():
+        with refusals({**self._form_names, **self._names}):
             if isinstance(request, EmbeddingRequest):
                 self._params = request.pooling_params(tenant=tenant)
             else:
@@ -145,16 +165,24 @@ class Generation:
         names = {"request_id": self._call.request_id, "model": self._model}
         if isinstance(request, EmbeddingRequest):
             with refusals(FIELD_NAMES):
-                prompts = service.checked_prompts(request, self._params)
+                prompts = service.checked(request.prompts(), self._params)
             return EmbeddingBuilder(request, self._params, prompts, service.tokenizer, **names)
         is_chat, tools = isinstance(request, ChatCompletionRequest), None
-        form = "response_format" if request.response_format is not None else None
-        if is_chat and form is None and request.structured_outputs is None and request.may_call:
-            form = "tools"
-        with refusals(form and {"structured_outputs": form}):
-            if is_chat and (tools := service.tool_calling(request)) is not None:
-                self._params = tools.params(self._params)
-            prompts = service.checked_prompts(request, self._beams or self._params)
+        form_names = self._form_names
+        if is_chat and not form_names and request.structured_outputs is None and request.may_call:
+            form_names = {"structured_outputs": "tools"}
+        with refusals({**form_names, **self._names}):
+            if is_chat:
+                tools = service.tool_calling(request)
+                prompts = [service.chat_prompt(request.messages, request.rendering())]
+                begun = service.thinks_at_once(prompts[0]["prompt"])
+                if begun is not None and shows_special_tokens(service.tokenizer.special_tokens):
+                    self._params = replace(self._params, skip_special_tokens=False)
+                if tools is not None:
+                    self._params = tools.params(self._params, begun)
+            else:
+                prompts = request.prompts()
+            prompts = service.checked(prompts, self._beams or self._params)
         if not is_chat:
             return CompletionBuilder(request, self._params, prompts, service.tokenizer, **names)
         reader = partial(service.message_reader, request, self._params, prompts[0].get("prompt", ""), tools)

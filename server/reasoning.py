@@ -1,10 +1,13 @@
 """The part of a text in which a model thinks, told from its answer. Knows no HTTP."""
 
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from jaxserve.structured.grammars import WHITESPACE, up_to
 from jaxserve.text.stop_strings import held_back
 
 BEGIN, END = "<think>", "</think>"
+SPACE = " \n\r\t"
 # vLLM's names: whether the text begins within the thoughts although it does not say so.
 PARSERS = {"deepseek_r1": True, "qwen3": False}
 
@@ -12,6 +15,23 @@ PARSERS = {"deepseek_r1": True, "qwen3": False}
 class Split(NamedTuple):
     reasoning: str
     content: str
+
+
+def shows_special_tokens(special_tokens: Collection[str]) -> bool:
+    """Whether a text must hold the special tokens for the thoughts to be told from the answer."""
+    return BEGIN in special_tokens or END in special_tokens
+
+
+def thoughts_grammar(special_tokens: Mapping[str, int], *, begun: bool) -> str:
+    """The rule `thoughts` of a Lark grammar, and those that it needs: what a `ReasoningReader` takes for thoughts."""
+    rules = [
+        "thoughts: " + ("begin? end SPACE?" if begun else "(begin end SPACE?)?"),
+        up_to("begin", "SPACE?", BEGIN, special_tokens),
+        up_to("end", "THOUGHT", END, special_tokens),
+        "THOUGHT: /(.|\\n)*/",
+        f"SPACE: /{WHITESPACE}/",
+    ]
+    return "\n".join(rules)
 
 
 class ReasoningReader:
@@ -35,7 +55,7 @@ class ReasoningReader:
                 return Split(reasoning, content)
 
     def _before(self, final: bool) -> Split:
-        body = self._text.lstrip()
+        body = self._text.lstrip(SPACE)
         if body.startswith(BEGIN):
             self._text, self._state = body.removeprefix(BEGIN), self._thinking
         elif final or not BEGIN.startswith(body):
@@ -60,7 +80,7 @@ class ReasoningReader:
         return shown
 
     def _after(self, final: bool) -> Split:
-        self._text = self._text.lstrip()
+        self._text = self._text.lstrip(SPACE)
         if self._text:
             self._state = self._answering
         return Split("", "")

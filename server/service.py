@@ -16,17 +16,17 @@ from jaxserve import metrics
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.beam_search import BeamSearchParams
 from jaxserve.config import EngineConfig
+from jaxserve.input_processor import Prompt
 from jaxserve.messages import EngineDeadError
 from jaxserve.outputs import RequestOutput
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.progress import CompileProgress, print_compiled
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import DEMO_NAME, ServerConfig
-from jaxserve.server.embeddings import EmbeddingRequest
 from jaxserve.server.errors import ApiError
 from jaxserve.server.forms import ToolCalling
 from jaxserve.server.message import MessageReader, tool_calling
-from jaxserve.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from jaxserve.server.protocol import ChatCompletionRequest, TokenizeRequest
 from jaxserve.server.reasoning import BEGIN, PARSERS, ReasoningReader
 from jaxserve.server.tracing import Tracing
 from jaxserve.text.chat_template import ChatTemplate
@@ -200,16 +200,8 @@ class Service:
         """Tokenisers and templates may take long: the event loop does not wait for them."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    def checked_prompts(
-        self,
-        request: CompletionRequest | ChatCompletionRequest | EmbeddingRequest,
-        params: RequestParams,
-    ) -> list[dict[str, Any]]:
-        """The request's prompts as token ids and texts; ValueError for what the engine could not honour."""
-        if isinstance(request, ChatCompletionRequest):
-            prompts = [self.chat_prompt(request.messages, request.rendering())]
-        else:
-            prompts = request.prompts()
+    def checked(self, prompts: Sequence[Prompt], params: RequestParams) -> list[dict[str, Any]]:
+        """The prompts as token ids and texts; ValueError for what the engine could not honour."""
         check = self.engine.input_processor.check
         return [check(prompt, params) for prompt in prompts]
 
@@ -218,15 +210,19 @@ class Service:
         template = request.chat_template or self._template
         return tool_calling(request, self._chat_template, self.tokenizer, template, self.config.tool_call_parser)
 
+    def thinks_at_once(self, prompt: str) -> bool | None:
+        """Whether the answer begins within thoughts; None where thoughts are not told from it."""
+        if self.config.reasoning_parser is None:
+            return None
+        return PARSERS[self.config.reasoning_parser] or prompt.rstrip().endswith(BEGIN)
+
     def message_reader(
         self, request: ChatCompletionRequest, params: SamplingParams, prompt: str, tools: ToolCalling | None
     ) -> MessageReader:
         """What reads a choice of the answer to a chat."""
-        reasoning = None
-        # An answer of a given form is all answer: the form leaves no room for thoughts.
-        free = params.structured_outputs is None or (tools is not None and tools.leaves_text_free)
-        if self.config.reasoning_parser is not None and free:
-            begun = PARSERS[self.config.reasoning_parser] or prompt.rstrip().endswith(BEGIN)
+        reasoning, begun = None, self.thinks_at_once(prompt)
+        # An answer of a given form is all answer, but for the grammars of tools, which have room for thoughts.
+        if begun is not None and (params.structured_outputs is None or tools is not None):
             reasoning = ReasoningReader(begun=begun)
         shows = request.include_reasoning is not False
         return MessageReader(reasoning, None if tools is None else tools.reader(), shows_reasoning=shows)

@@ -5,14 +5,13 @@ holds valid JSON only, and a joined stream is the whole answer.
 """
 
 import json
-import math
 import secrets
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jaxserve.structured.grammars import inline_json, marker, text_literal, triggered
+from jaxserve.structured.grammars import inline_json, marker, text_literal, triggered, up_to
 from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.text.stop_strings import held_back
 from jaxserve.validation import lone_surrogate
@@ -23,14 +22,17 @@ _LETTERS = string.ascii_letters + string.digits
 Before = Literal["nothing", "text", "call"]
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is no number of JSON")
-    return value
+class _Number(NamedTuple):
+    """A number of JSON as it was written: Python's may not be able to hold it."""
+
+    text: str
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)  # Python's takes NaN and Infinity
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_Number, parse_int=_Number, parse_constant=_no_number)
 
 
 class Tool(NamedTuple):
@@ -77,7 +79,8 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def free_grammar(self, tools: Sequence[Tool]) -> str:
-        """A whole Lark grammar of texts in which what begins like a call is one of a tool, with arguments that fit."""
+        """The rule `free` of a Lark grammar, and those that it needs: texts in which what begins like a call is one of
+        a tool, with arguments that fit."""
 
     @abstractmethod
     def take(self, text: str, names: Collection[str], *, before: Before, final: bool) -> Taken:
@@ -105,7 +108,10 @@ class ToolFormat(ABC):
             return None
         given = [value[key] for key in ("arguments", "parameters") if key in value]
         arguments = given[0] if given else {}
-        return (value["name"], _dump(arguments)) if isinstance(arguments, dict) else None
+        try:
+            return (value["name"], _dump(arguments)) if isinstance(arguments, dict) else None
+        except RecursionError:
+            return None
 
 
 class Hermes(ToolFormat):
@@ -155,9 +161,11 @@ class Llama3Json(ToolFormat):
         return "\n".join(["calls: call" + (' ("; " call)*' if parallel else ""), *self._objects(tools)])
 
     def free_grammar(self, tools: Sequence[Tool]) -> str:
-        start = f"start: {marker(self.tag, self.special_tokens)}? calls | TEXT"
+        # What may begin alike takes its white space with it: the lexer does not go back.
+        tag = up_to("tag", "SPACES?", self.tag, self.special_tokens)
+        spaces = r"SPACES: /[ \n\r\t]+/"
         text = r"TEXT: /[ \n\r\t]*([^ \n\r\t{<](.|\n)*|<([^|](.|\n)*)?)?/"  # neither a brace first nor the tag
-        return "\n".join([start, text, self.grammar(tools, parallel=True)])
+        return "\n".join(["free: tag? calls | TEXT", tag, spaces, text, self.grammar(tools, parallel=True)])
 
     def take(self, text: str, names: Collection[str], *, before: Before, final: bool) -> Taken:
         as_text = Taken(text, [], "")
@@ -286,6 +294,12 @@ def _parse(text: str) -> Any:
         return None
 
 
-def _dump(arguments: dict) -> str:
-    text = json.dumps(arguments, ensure_ascii=False)
-    return text if lone_surrogate(text) is None else json.dumps(arguments)
+def _dump(value: Any) -> str:
+    """JSON on one line."""
+    if isinstance(value, _Number):
+        return value.text
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_dump(name)}: {_dump(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_dump, value)) + "]"
+    return json.dumps(value, ensure_ascii=isinstance(value, str) and lone_surrogate(value) is not None)

@@ -100,7 +100,9 @@ class GrammarCompiler:
 
 
 def _error_of(matcher: llguidance.LLMatcher) -> str | None:
-    return matcher.get_error().removesuffix("<non-verbose/>").strip() if matcher.is_error() else None
+    if not matcher.is_error():
+        return None
+    return matcher.get_error().removesuffix("<non-verbose/>").strip().replace("NoExtensionBias", "no output fits it")
 
 
 def _key(params: StructuredOutputsParams) -> tuple[Any, ...]:

@@ -81,22 +81,32 @@ def _parsed(text: str, field: str) -> dict:
 
 def _prepared(schema: Any, params: StructuredOutputsParams) -> Any:
     """The schema as llguidance gets it."""
-    schema = _without_controls(schema)
-    return _closed(schema) if params.disable_additional_properties else schema
+    try:
+        schema = _repaired(schema)
+        schema = _closed(schema) if params.disable_additional_properties else schema
+    except RecursionError:
+        raise ValueError("structured_outputs.json: it is nested too deeply") from None
+    if isinstance(schema, dict):  # llguidance's options are not for clients: they could make it write what is no JSON
+        schema.pop("x-guidance", None)
+    return schema
 
 
 _BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_BEGINS_WITH_DATE = {"pattern": f"^({_YEAR}-(0[13-9]|1[0-2]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"}
 
 
-def _without_controls(schema: Any) -> Any:
-    """The schema with patterns whose negated classes leave out control characters, too.
+def _repaired(schema: Any) -> Any:
+    """The schema with what llguidance (1.9) gets wrong said in another way.
 
-    Where a class has many of them but no quote or no backslash, llguidance (1.9) lets a quote or a backslash through
-    when it escapes the text for JSON.
+    Where a negated class of a pattern has many control characters but no quote or no backslash, a quote or a backslash
+    gets through when the text is escaped for JSON: such classes leave out control characters, too. Dates have a
+    February 29 in every year, and a year 0.
     """
     if isinstance(schema, list):
-        return [_without_controls(part) for part in schema]
+        return [_repaired(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     changed = {}
@@ -104,11 +114,13 @@ def _without_controls(schema: Any) -> Any:
         if key == "pattern" and isinstance(value, str):
             changed[key] = _narrowed(value)
         elif key == "patternProperties" and isinstance(value, dict):
-            changed[key] = {_narrowed(pattern): _without_controls(part) for pattern, part in value.items()}
+            changed[key] = {_narrowed(pattern): _repaired(part) for pattern, part in value.items()}
         elif key in _BY_NAME and isinstance(value, dict):  # a property may be called like a keyword
-            changed[key] = {name: _without_controls(part) for name, part in value.items()}
+            changed[key] = {name: _repaired(part) for name, part in value.items()}
         else:
-            changed[key] = value if key in _VALUES else _without_controls(value)
+            changed[key] = value if key in _VALUES else _repaired(value)
+    if schema.get("format") in ("date", "date-time") and isinstance(changed.get("allOf", []), list):
+        changed["allOf"] = [*changed.get("allOf", []), _BEGINS_WITH_DATE]
     return changed
 
 
@@ -163,17 +175,21 @@ def _tags_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, 
         groups[trigger].append(" ".join(rest))
     unused = [trigger for trigger, bodies in groups.items() if not bodies]
     require(not unused, f"{field}.triggers", unused, "texts with which some structure begins")
-    return triggered(groups, special_tokens)
+    return "\n".join(["%llguidance {}", "start: free", triggered(groups, special_tokens)])
 
 
 def triggered(groups: Mapping[str, list[str]], special_tokens: Mapping[str, int]) -> str:
-    """A Lark grammar of free text in which each trigger is followed by one of its bodies (terms of the grammar)."""
-    rules = [f"start: ({' | '.join(f'part_{index}' for index in range(len(groups)))})* TEXT", "TEXT: /(.|\\n)*/"]
+    """The rule `free` of a Lark grammar, and those that it needs: free text in which each trigger is followed by one
+    of its bodies (terms of the grammar)."""
+    rules = [f"free: ({' | '.join(f'part_{index}' for index in range(len(groups)))})* TEXT", "TEXT: /(.|\\n)*/"]
     for index, (trigger, bodies) in enumerate(groups.items()):
-        if trigger in special_tokens:
-            rules.append(f"part_{index}: TEXT {marker(trigger, special_tokens)} body_{index}")
-        else:
-            rules.append(f"begin_{index}[lazy]: TEXT {text_literal(trigger)}")
-            rules.append(f"part_{index}: begin_{index} body_{index}")
+        rules.append(up_to(f"begin_{index}", "TEXT", trigger, special_tokens))
+        rules.append(f"part_{index}: begin_{index} body_{index}")
         rules.append(f"body_{index}: {' | '.join(bodies)}")
-    return "\n".join(["%llguidance {}", *rules])
+    return "\n".join(rules)
+
+
+def up_to(name: str, before: str, text: str, special_tokens: Mapping[str, int]) -> str:
+    """The rule `name` of a Lark grammar: a marker, and before it the shortest text that the terminal `before` takes."""
+    lazy = "" if text in special_tokens else "[lazy]"
+    return f"{name}{lazy}: {before} {marker(text, special_tokens)}"

@@ -145,7 +145,7 @@ def _parsed_call(call: Mapping, field: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{field}.function.arguments must be JSON: {error}") from None
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -194,6 +194,47 @@ def test_a_form_beside_tools_is_checked_like_any_other(client, schema):
         client.chat.completions.create(**asked(), tools=TOOLS, extra_body={"structured_outputs": {"json": schema}})
 
 
+ARGUMENTS = [("[" * 100_000, True), ("{", True), ('{"a": 1e999}', False)]
+
+
+@pytest.mark.parametrize(("arguments", "wrong"), ARGUMENTS, ids=["deep", "cut", "large"])
+def test_calls_of_before(client, arguments, wrong):
+    call = {"id": "a", "type": "function", "function": {"name": "paint", "arguments": arguments}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "b", "content": "1"},
+    ]
+    fields = {**asked(max_tokens=4), "messages": messages, "tools": TOOLS}
+    if wrong:
+        with pytest.raises(openai.BadRequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"):
+            client.chat.completions.create(**fields)
+    else:
+        assert client.chat.completions.create(**fields).choices
+
+
+def test_arguments_are_objects(client):
+    tools = lambda kind: [{"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.function\.parameters\.type"):
+        client.chat.completions.create(**asked(), tools=tools("array"))
+    either = {"tools": tools(["null", "object"]), "tool_choice": "required", "logit_bias": CLOSING, "n": 2}
+    for got in client.chat.completions.create(**asked(**either)).choices:
+        assert got.finish_reason == "length" or isinstance(
+            json.loads(got.message.tool_calls[0].function.arguments), dict
+        )
+
+
+def test_a_form_is_refused_by_the_clients_name(client):
+    for schema, field in (
+        ({"const": "x" * 200_001}, "response_format.json_schema.schema"),
+        ({"not": {}}, "response_format"),
+    ):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**asked(), response_format=form)
+        assert refused.value.param == field
+
+
 def test_parameters_without_a_type_are_objects(client):
     loose = {"name": "paint", "parameters": {"properties": {"n": {"enum": [1, 2]}}, "additionalProperties": False}}
     tools = [{"type": "function", "function": loose}]

@@ -90,7 +90,11 @@ def test_functions_and_forms(client):
     [
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
+        ({"input": [{"role": "boss", "content": "x"}]}, "input[0].role"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"tools": [TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "draw"}}, "tool_choice.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format"),
         ({"extra_body": {"previous_response_id": "resp-1"}}, "previous_response_id"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"temperature": -1}, "temperature"),

@@ -1,4 +1,5 @@
-"""`strict` tools that need not be called: any text, but what begins like a call is one whose arguments fit."""
+"""`strict` tools that need not be called: any text, but what begins like a call is one whose arguments fit. Calls that
+are required come behind thoughts, where there may be some."""
 
 import json
 
@@ -8,16 +9,18 @@ import pytest
 from checkpoint_tools import EOS, byte_backend
 from engine_tools import tiny_engine
 from server_tools import NAME, local_server
-from test_forms import HELLO, PAINT, TEMPLATES, TOOLS
+from test_forms import CLOSING, HELLO, PAINT, PAINT_IT, TEMPLATES, TOOLS, check_calls
 
 from jaxserve import SamplingParams
 from jaxserve.server.forms import ToolCalling, ToolDefinition
+from jaxserve.server.message import MessageReader
+from jaxserve.server.reasoning import ReasoningReader
 from jaxserve.server.tool_calls import FORMATS
 from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 
 VOCAB = 300
-MARKERS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"]
+MARKERS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"]
 LOOSE = {"type": "function", "function": {"name": "loose", "parameters": PAINT}}
 RED, GREEN = '{"colour": "red", "dots": 7}', '{"colour": "green", "dots": 7}'
 
@@ -50,21 +53,46 @@ def texts(kind):
         yield from [(f"I do. {wrong}", False, False), (f"{right} and {wrong}", False, False)]
 
 
+def required(kind):
+    """The same where a call is required."""
+    right, wrong = call(kind, "paint", RED), call(kind, "paint", GREEN)
+    yield from [("", False, True), ("just text", False, False), ("2 < 3", False, False)]
+    yield from [(right, True, True), (wrong, False, False), (right[:40], False, True)]
+
+
+def behind_thoughts(answers, begun, thought):
+    """The same where thoughts may come first, or must be closed."""
+    for answer, whole, begins in answers:
+        yield f"{'' if begun else '<think>'}{thought}</think>\n\n{answer}", whole, begins
+        yield f" <think>{thought}</think>{answer}", whole, begins
+        if not begun:
+            yield answer, whole, begins
+    yield f"<think>{thought}", False, True
+
+
+@pytest.mark.parametrize("begun", [None, False, True], ids=["no thoughts", "thoughts", "begun thoughts"])
 @pytest.mark.parametrize("special", [True, False], ids=["special", "text"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_grammar(kind, special):
+def test_the_grammar(kind, special, begun):
     tools = [ToolDefinition.model_validate(tool) for tool in [*TOOLS, LOOSE]]
     text = tokenizer(special)
-    params = ToolCalling(FORMATS[kind](text.special_tokens), tools, "auto", parallel=True).params(SamplingParams())
-    matcher = GrammarCompiler(text, VOCAB).compile(params.structured_outputs)
-    for answer, whole, begins in texts(kind):
-        tokens = text.encode(answer, add_special_tokens=False)
-        now = matcher.deep_copy()
-        accepted = now.validate_tokens(tokens)
-        assert (accepted == len(tokens)) == begins, answer
-        if begins:
-            now.consume_tokens(tokens)
-            assert now.is_accepting() == whole, answer
+    compiler = GrammarCompiler(text, VOCAB)
+    thought = "{ hm" if special else call(kind, "paint", GREEN) + "{ hm"
+    for choice, answers in (("auto", texts(kind)), ("required", required(kind))):
+        calling = ToolCalling(FORMATS[kind](text.special_tokens), tools, choice, parallel=True)
+        matcher = compiler.compile(calling.params(SamplingParams(), begun).structured_outputs)
+        for answer, whole, begins in answers if begun is None else behind_thoughts(answers, begun, thought):
+            tokens = text.encode(answer, add_special_tokens=False)
+            now = matcher.deep_copy()
+            accepted = now.validate_tokens(tokens)
+            assert (accepted == len(tokens)) == begins, answer
+            if begins:
+                now.consume_tokens(tokens)
+                assert now.is_accepting() == whole, answer
+            if whole and choice == "required":
+                reader = MessageReader(None if begun is None else ReasoningReader(begun=begun), calling.reader())
+                content, _, calls = reader.push(answer, final=True)
+                assert (content, [made.name for made in calls]) == ("", ["paint"])
 
 
 def test_tools_that_are_not_strict_leave_the_answer_alone():
@@ -105,3 +133,35 @@ def test_calls_of_a_model_that_knows_nothing_fit(kind):
         assert free.message.content
         server.idle()
     assert "paint" in found
+
+
+def parts(choice):
+    message = choice.message
+    calls = [(made.function.name, made.function.arguments) for made in message.tool_calls or ()]
+    return choice.finish_reason, getattr(message, "reasoning_content", None), message.content, calls
+
+
+@pytest.mark.parametrize("parser", ["qwen3", pytest.param("deepseek_r1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["hermes", *SLOW])
+def test_calls_are_required_behind_thoughts(kind, parser):
+    text = tokenizer(special=True)
+    begin, end = (str(text.special_tokens[marker]) for marker in ("<think>", "</think>"))
+    fields = {"model": NAME, "messages": HELLO, "temperature": 1, "max_tokens": 200, "n": 2, "tools": TOOLS}
+    fields |= {"logit_bias": {begin: 100, end: 4, **CLOSING}, "parallel_tool_calls": False}
+    engine, found = tiny_engine("float32", text=text), []
+    with (
+        local_server(engine, chat_template=TEMPLATES[kind], reasoning_parser=parser) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for seed, choice in enumerate(("required", PAINT_IT)):
+            asked = {**fields, "seed": seed, "tool_choice": choice}
+            whole = client.chat.completions.create(**asked).choices
+            with client.chat.completions.stream(**asked) as events:
+                assert [parts(got) for got in events.get_final_completion().choices] == [parts(got) for got in whole]
+            found += [got for got in whole if got.finish_reason != "length"]  # random models go on for long
+        server.idle()
+    assert found
+    assert any(getattr(got.message, "reasoning_content", None) for got in found)
+    for got in found:
+        assert got.finish_reason == "tool_calls"
+        check_calls(got.message, "required", parallel=False)

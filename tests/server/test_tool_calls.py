@@ -34,7 +34,11 @@ CASES = {
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>',) * 2 + ([],),
         ('<tool_call>{"name": {}}</tool_call>',) * 2 + ([],),
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',) * 2 + ([],),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',) * 2 + ([],),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": [1e999,-0.10]}}</tool_call>',
+            "",
+            [("f", '{"a": [1e999, -0.10]}')],
+        ),
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "", [("f", '{"a": "\\ud800"}')]),
     ],
@@ -135,6 +139,14 @@ def test_thoughts(text, begun, thoughts, content):
         assert read(MessageReader(ReasoningReader(begun=begun)), pieces) == (content, thoughts, [])
     hidden = MessageReader(ReasoningReader(begun=begun), shows_reasoning=False)
     assert read(hidden, [text]) == (content, "", [])
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "-1" + "0" * 400 + ".50", "1E-99999", "5"], ids=len)
+def test_numbers_stay_as_they_are_written(number):
+    """Also those that a float or Python's int() cannot hold."""
+    arguments = f'{{"a": {number}}}'
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert read(tool_reader("hermes"), [text]) == ("", "", [("f", arguments)])
 
 
 def test_calls_behind_thoughts():
