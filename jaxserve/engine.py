@@ -267,7 +267,7 @@ class Engine:
         row = sampled_row = generated = 0
         all_finite, tokens = bool(result.finite[: plan.num_tokens].all()), result.tokens.tolist()
         complete, completion, version = self.scheduler.complete, self._outputs.completion, self.weights_version
-        of_prompts = bool(wanted.prompts or wanted.pooled)
+        of_prompts, whole_rows = bool(wanted.prompts or wanted.pooled), wanted.sampled_whole
         for entry in plan.entries:
             request, _, _, count, sample, drafts, _ = entry
             sampled = tokens[sampled_row : sampled_row + sample + drafts]
@@ -281,7 +281,7 @@ class Engine:
             if taken:
                 took.append(request)
                 del sampled[taken:]
-                whole = wanted.sampled_whole.get(request, -1) if wanted.sampled_whole else -1
+                whole = whole_rows.get(request, -1) if whole_rows else -1
                 output = completion(request, sampled, result, sampled_row, whole, version)
                 generated += taken
                 if output.finish_reason is not None:

@@ -4,7 +4,6 @@ A leaf: knows no engine. Times are in seconds, from the engine's own clock (`tim
 """
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -144,17 +143,21 @@ class EngineMetrics:
 
     def took_tokens(self, requests: Iterable[Request]) -> None:
         """A step has brought new tokens for these requests."""
-        now, intervals = monotonic(), Counter()  # most of them had their last tokens at the same time
+        now, since, count = monotonic(), None, 0
+        intervals = self._histograms["inter_token_latency_seconds"]
         for request in requests:
-            last = request.last_token_time
+            last, request.last_token_time = request.last_token_time, now
             if last is None:
                 request.first_token_time = now
                 self._observe("time_to_first_token_seconds", now - request.arrival_time)
+            elif last == since:  # most of them had their last tokens in the same step
+                count += 1
             else:
-                intervals[last] += 1
-            request.last_token_time = now
-        for last, count in intervals.items():
-            self._histograms["inter_token_latency_seconds"].observe(now - last, count)
+                if count:
+                    intervals.observe(now - since, count)
+                since, count = last, 1
+        if count:
+            intervals.observe(now - since, count)
 
     def finished(self, request: Request) -> None:
         """The request has ended as it should."""

@@ -154,28 +154,38 @@ class OutputProcessor:
         if request.num_following:
             request.following = _following(request, result, row, whole)
             return CompletionOutput(request.index, token_ids=tokens)
-        text = self._texts.get(request)
-        pushed = ""
+        text, pushed, logprobs, cumulative = self._texts.get(request), "", None, None
         if text is not None:
-            before = len(request.token_ids) - request.num_prompt_tokens - len(tokens)
-            for index, token in enumerate(tokens, 1):
-                pushed += text.push(token, before + index, last=index == len(tokens))
-                if text.stopped:
-                    surplus = len(tokens) - index
-                    if surplus:
-                        del request.token_ids[-surplus:], tokens[-surplus:]
-                    break
-        wanted, logprobs, cumulative = request.params.logprobs, None, None
-        if wanted is not None:
-            everything = (lambda index: result.whole[whole + index]) if wanted < 0 else lambda index: None
-            logprobs = [
-                self._logprobs(token, result.logprobs, row + index, wanted, everything(index))
-                for index, token in enumerate(tokens)
-            ]
+            pushed = self._push(text, request, tokens)
+        if request.params.logprobs is not None:
+            logprobs = self._sampled_logprobs(request, tokens, result, row, whole)
             cumulative = sum(entry[token].logprob for entry, token in zip(logprobs, tokens, strict=True))
         reason, stop = request.finish_reason, request.stop_reason
         versions = [version] * len(tokens)
         return CompletionOutput(request.index, pushed, tokens, logprobs, cumulative, reason, stop, None, versions)
+
+    @staticmethod
+    def _push(text: RequestText, request: Request, tokens: list[int]) -> str:
+        """The text that the tokens add; those behind a stop string are taken back."""
+        pushed, before = "", len(request.token_ids) - request.num_prompt_tokens - len(tokens)
+        for index, token in enumerate(tokens, 1):
+            pushed += text.push(token, before + index, last=index == len(tokens))
+            if text.stopped:
+                surplus = len(tokens) - index
+                if surplus:
+                    del request.token_ids[-surplus:], tokens[-surplus:]
+                break
+        return pushed
+
+    def _sampled_logprobs(
+        self, request: Request, tokens: list[int], result: StepResult, row: int, whole: int
+    ) -> list[dict[int, Logprob]]:
+        wanted = request.params.logprobs
+        everything = (lambda index: result.whole[whole + index]) if wanted < 0 else lambda index: None
+        return [
+            self._logprobs(token, result.logprobs, row + index, wanted, everything(index))
+            for index, token in enumerate(tokens)
+        ]
 
     def take_prompt(self, request: Request, wanted: WantedRows, result: StepResult) -> None:
         """Take what a step tells of a request's prompt; what is known from before a preemption is the same."""

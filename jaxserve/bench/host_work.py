@@ -1,9 +1,11 @@
-"""What a step costs the host: `python -m jaxserve.bench.host_work [--running 16 256] [--profile]`
+"""What a step costs the host: `python -m jaxserve.bench.host_work [--running 16 256] [--repeats 5] [--profile]`
 
 Engine, scheduler, block pool, packing and post-processing are the real ones; the compiled programs are replaced by
 functions that answer at once, so what remains is host work (dispatching a program, 0.1 to 0.3 ms on a CPU, and
 detokenisation are not in it: the engine has no tokenizer here). Every request decodes, which is where a step is
 shortest and the host matters most; `trace` is the common trace, prompts and admissions included.
+
+A figure is that of the best of the repeats: whoever else uses the machine only adds to it.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import jax.numpy as jnp
@@ -190,13 +193,15 @@ def _run(engine: Engine, steps: int, profile: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", nargs="*", type=int, default=[16, 256])
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    best = lambda measure: min((measure() for _ in range(options.repeats)), key=itemgetter("step"))
     for running in options.running:
-        found = decode_steps(running, profile=options.profile)
-        found["prefix cache"] = prefix_cache_us(running)
-        print(f"{running} running: " + ", ".join(f"{name} {value:.0f} us" for name, value in found.items()))
-    print("trace: " + ", ".join(f"{name} {value:.0f} us" for name, value in trace_steps().items()))
+        found = best(lambda running=running: decode_steps(running, profile=options.profile))
+        found["prefix cache"] = min(prefix_cache_us(running) for _ in range(options.repeats))
+        print(f"{running} running: " + ", ".join(f"{name} {value:.0f} us" for name, value in found.items()), flush=True)
+    print("trace: " + ", ".join(f"{name} {value:.0f} us" for name, value in best(trace_steps).items()))
 
 
 if __name__ == "__main__":
