@@ -102,6 +102,55 @@ def test_the_group_of_an_option_need_not_be_said(capsys, folder, answers):
     assert out.startswith(f"\n> Hello\n{answers[0][1]}\n")
 
 
+@pytest.mark.parametrize("way", ["flags", "file"])
+def test_every_engine_option_is_a_flag_and_a_key(capsys, tmp_path, monkeypatch, way):
+    """All but `mesh`, which is an object of JAX's."""
+    values = {
+        "model": "a/model",
+        "tokenizer": "a/tokenizer",
+        "dtype": "float16",
+        "max_model_len": 77,
+        "page_size": 128,
+        "num_pages": 9,
+        "memory_utilization": 0.25,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 99,
+        "scheduling_policy": "priority",
+        "priority_aging_s": 1.5,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "async_scheduling": False,
+        "attention_backend": "reference",
+        "linear_backend": "xla",
+        "deterministic": True,
+        "generation_config": "none",
+        "seed": -5,
+        "compile": "warmup",
+        "compilation_cache_dir": "a/folder",
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 7},
+        "runner": "pooling",
+        "pooler_config": {"pooling_type": "MEAN", "normalize": False},
+    }
+    fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    assert values.keys() == fields.keys() - {"mesh"}
+    assert not [name for name, value in values.items() if value == fields[name]], "a default is no test"
+    found = []
+
+    def load(config):
+        found.append(config)
+        raise ValueError("loaded")
+
+    monkeypatch.setattr("jaxserve.cli.generate.load", load)
+    if way == "file":
+        (tmp_path / "job.yaml").write_text(json.dumps({"engine": values}))  # JSON is YAML
+        arguments = ["--config", tmp_path / "job.yaml"]
+    else:
+        flat = lambda value: json.dumps(value) if isinstance(value, dict) else str(value).lower()
+        arguments = [f"--engine.{name.replace('_', '-')}={flat(value)}" for name, value in values.items()]
+    refused(capsys, "generate", "--prompt", "a", *arguments, parts=["loaded"], status=1)
+    assert found == [EngineConfig(**values)]
+
+
 def test_a_process_of_its_own(folder, answers):
     command = [sys.executable, "-m", "jaxserve.cli", "generate", "--prompt", "Hello", *flags(folder)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
