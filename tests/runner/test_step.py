@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_tools import byte_tokenizer
 from engine_tools import run, tiny_decoder, tiny_engine
 
 from jaxserve import SamplingParams
@@ -20,7 +21,8 @@ NUM_PAGES = 1021  # a prime: no other array has this shape
 def engine(tmp_path_factory):
     cache = tmp_path_factory.getbasetemp() / "compiled"
     options = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "max_model_len": 128, "deterministic": False}
-    with tiny_engine("float32", num_pages=NUM_PAGES, compilation_cache_dir=str(cache), **options) as engine:
+    options |= {"num_pages": NUM_PAGES, "compilation_cache_dir": str(cache), "text": byte_tokenizer(300)}
+    with tiny_engine("float32", **options) as engine:
         yield engine
 
 
@@ -46,7 +48,7 @@ def temporary_bound(engine, name: str, bucket: int) -> int:
         return 16 * 4 * engine.runner.num_slots * engine.runner.max_len
     if name == "propose_by_model":
         return temporary_bound(engine, "body", bucket) + temporary_bound(engine, "head", bucket)
-    if name in ("head", "greedy_head", "score", "score_all"):
+    if name in ("head", "greedy_head", "masked_head", "score", "score_all"):
         return 8 * 4 * bucket * config.vocab_size + 2**20  # the sampler's tables do not grow with the rows
     width = 4 * config.hidden_size + 4 * config.intermediate_size
     width += 8 * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -61,6 +63,7 @@ def test_every_program_works_in_place(engine):
         "body": (runner.kv, runner.slots),
         "head": runner.slots,
         "greedy_head": runner.slots,
+        "masked_head": runner.slots,
         "score": (),
         "score_all": (),
         "set_tables": runner.slots,
