@@ -23,6 +23,7 @@ from jaxserve.kernels_pallas.paged_attention.work_list import (
     num_chunk_tiles,
     pack_runs,
 )
+from jaxserve.kernels_pallas.paged_attention.xla import KV_BLOCK
 
 NATIVE = choose_attention("auto")  # where there is no compiler this is XLA again
 SLOTS = 5
@@ -302,6 +303,50 @@ def test_the_worst_case_of_chunk_tiles_fits():
     for tokens in range(8, 257, 8):
         runs = [QueryRun(row, 0, MIN_CHUNK_ROWS) for row in range(0, tokens, MIN_CHUNK_ROWS)]
         assert len(pack_runs(TILES, runs, tokens)) == TILES.size(tokens)
+
+
+def num_blocks(starts: list[int], counts: list[int]) -> int:
+    """The KV blocks that XLA's loops compute for the runs of a step, those of padding and of neighbours included."""
+    tokens = -(-sum(counts) // 8) * 8
+    runs, row = [], 0
+    for start, count in zip(starts, counts, strict=True):
+        runs.append(QueryRun(row, start, count))
+        row += count
+    positions = np.zeros(tokens, np.int32)
+    positions[:row] = np.concatenate([run.start + np.arange(run.count) for run in runs])
+    slots = np.zeros(tokens, np.int32)
+    slots[:row] = np.repeat(np.arange(len(runs)), counts)
+    table = np.zeros((len(runs), 2048 // 16), np.int32)
+    work = TILES.unpack(jnp.asarray(pack_runs(TILES, runs, tokens)), tokens)
+    arrays = map(jnp.asarray, (table, slots, positions))
+    prepared = XLA.prepare(work, *arrays, num_pages=8, page_size=16)
+    total = 0
+    for tiles in (prepared.singles, prepared.chunks):
+        latest = np.asarray(tiles.latest)[: int(tiles.num_groups)]
+        total += tiles.rows.shape[1] * int((latest // KV_BLOCK + 1).sum())
+    return total
+
+
+@pytest.mark.parametrize("place", [0, 17, 31])
+def test_the_work_follows_the_sum_of_the_contexts(place):
+    """One long context among 31 short ones costs the seven beside it in its group, and nobody else."""
+    contexts = [20 + 3 * index for index in range(31)]
+    contexts.insert(place, 2040)
+    exact = sum(-(-context // KV_BLOCK) for context in contexts)
+    found = num_blocks([context - 1 for context in contexts], [1] * 32)
+    assert exact <= found <= exact + (SINGLE_GROUP - 1) * 32  # 32 blocks hold the 2,040
+    assert found <= 4 * exact
+    assert found <= 32 * 32 / 3, "batch times the longest is far more"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.permutations([*range(7, 1500, 60), *[2040] * 7]))
+def test_mixed_contexts_cost_hardly_more_than_their_sum(contexts):
+    """A group is as long as its longest, and no longer than any of the group before: only the first is not paid for."""
+    exact = sum(-(-context // KV_BLOCK) for context in contexts)
+    found = num_blocks([context - 1 for context in contexts], [1] * len(contexts))
+    assert exact <= found <= 1.3 * exact
+    assert found < 0.7 * len(contexts) * 32
 
 
 @settings(max_examples=60, deadline=None)
