@@ -10,14 +10,17 @@ from checkpoint_tools import byte_tokenizer
 from engine_tools import assert_same, run, tiny_decoder, tiny_engine
 
 from jaxserve import SamplingParams
+from jaxserve.scheduler.scheduler import Scheduler
 
 VOCAB, EOS = 300, 7
 PROMPT = list(range(20, 60))
+TEXT = byte_tokenizer(VOCAB)
+LETTERS = TEXT.encode("abcdefghijklmnopqrstuvwxyz")
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with tiny_engine("float32", text=byte_tokenizer(VOCAB)) as engine:
+    with tiny_engine("float32", text=TEXT) as engine:
         yield engine
 
 
@@ -47,8 +50,13 @@ def greedy(**changes) -> SamplingParams:
 
 
 def changed(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
-    """Biases and penalties by their definition."""
+    """Masks, biases and penalties by their definition."""
     logits = logits.copy()
+    if len(output) < params.min_tokens:
+        logits[list(params.stop_token_ids)] = -np.inf
+    for token in params.allowed_token_ids if params.bad_words else ():
+        if TEXT.decode([*output, token]).endswith(params.bad_words):
+            logits[token] = -np.inf
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
     if params.allowed_token_ids is not None:
@@ -67,6 +75,8 @@ ASKED = {
     "encouraged": {"frequency_penalty": -1.0, "presence_penalty": -0.5, "repetition_penalty": 3.0},
     "bias": {"logit_bias": {11: 4.0, 12: 3.5, 250: -100}},
     "allowed": {"allowed_token_ids": [5, 9, 200, 201, 202]},
+    "bad words": {"allowed_token_ids": LETTERS[:3], "bad_words": ["aa", "bb", "cc", "aba", "bcb", "cac"]},
+    "min tokens": {"stop_token_ids": list(range(0, VOCAB, 5)), "min_tokens": 16},
     "all": {
         "repetition_penalty": 0.7,
         "presence_penalty": 1.0,
@@ -77,13 +87,68 @@ ASKED = {
 }
 
 
+# Each of these changes what is made of one sampled sequence: where it ends, or its text. `test_the_ends_of_a_sample`.
+SAMPLED = SamplingParams(
+    allowed_token_ids=[*LETTERS, 0, 1],
+    temperature=3.0,
+    seed=4,
+    max_tokens=60,
+    ignore_eos=True,
+    logprobs=1,
+    skip_special_tokens=False,
+)
+SPECIAL = {0: "<unk>", 1: "<s>"}
+
+
 @pytest.fixture(scope="module")
-def mixed(engine):
+def ends(engine):
+    """By name: a request that ends or shows a sampled sequence otherwise, and (token ids, text, finish reason, stop
+    reason) by definition."""
+    tokens = run(engine, [(PROMPT, SAMPLED)])[0].outputs[0].token_ids
+    letters = dict(zip(LETTERS, "abcdefghijklmnopqrstuvwxyz", strict=True))
+    shown = [letters.get(token) or SPECIAL[token] for token in tokens]
+    assert set(SPECIAL) < set(tokens)
+    late = max(set(tokens), key=tokens.index)  # of all that are sampled, the one that comes last
+    place = tokens.index(late)
+    assert place >= 30
+    stop = "".join(shown[place - 2 : place + 1])
+    early = next(token for token in tokens[:10] if token in tokens[30:])
+    again = next(index for index in range(30, 60) if tokens[index] == early)
+    before = lambda index: "".join(shown[:index])
+    return {
+        "special tokens": ({}, (tokens, before(60), "length", None)),
+        "no special tokens": (
+            {"skip_special_tokens": True},
+            (tokens, "".join(letters.get(token, "") for token in tokens), "length", None),
+        ),
+        "stop": ({"stop": [stop, "?"]}, (tokens[: place + 1], before(place - 2), "stop", stop)),
+        "stop shown": (
+            {"stop": stop, "include_stop_str_in_output": True},
+            (tokens[: place + 1], before(place + 1), "stop", stop),
+        ),
+        "stop token": ({"stop_token_ids": [late]}, (tokens[: place + 1], before(place), "stop", late)),
+        "least before a stop": (
+            {"stop": shown[tokens.index(early)], "min_tokens": 30},
+            (tokens[: again + 1], before(again), "stop", shown[again]),
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def mixed(engine, ends):
     """All of them together, with sampled and plain requests between."""
-    plain = [(PROMPT, greedy()), (PROMPT, SamplingParams(seed=3, max_tokens=16, ignore_eos=True, logprobs=1))]
     requests = [(PROMPT[index:], greedy(**asked)) for index, asked in enumerate(ASKED.values())]
-    together = [*requests, *plain]
+    plain = [(PROMPT, greedy()), (PROMPT, SamplingParams(seed=3, max_tokens=16, ignore_eos=True, logprobs=1))]
+    sampled = [(PROMPT, SamplingParams(seed=6, max_tokens=60, ignore_eos=True, logprobs=1, min_p=0.3))]
+    sampled += [(PROMPT, replace(SAMPLED, **asked)) for asked, _ in ends.values()]
+    together = [*requests, *plain, *sampled]
     return together, run(engine, together)
+
+
+def assert_same_with_texts(results, expected) -> None:
+    assert_same(results, expected)
+    texts = lambda results: [(branch.text, branch.stop_reason) for result in results for branch in result.outputs]
+    assert texts(results) == texts(expected)
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -95,28 +160,63 @@ def test_a_greedy_request_takes_the_best_of_the_changed_logits(mixed, name):
     output = result.outputs[0].token_ids
     assert len(output) == 16
     raw = dense_logits([*prompt, *output])
+    without = greedy(allowed_token_ids=params.allowed_token_ids if params.bad_words else None)
     plain = []
     for place, token in enumerate(output):
         now = raw[len(prompt) + place - 1]
         logits = changed(now, params, prompt, output[:place])
         assert logits.max() - logits[token] < 1e-4, f"token {place}"
-        plain.append(token == now.argmax())
+        plain.append(token == changed(now, without, prompt, output[:place]).argmax())
     assert not all(plain), "a parameter that changes nothing is not tested"
+
+
+def test_the_ends_of_a_sample(mixed, ends):
+    _, results = mixed
+    for name, (_, expected), result in zip(ends, ends.values(), results[-len(ends) :], strict=True):
+        output = result.outputs[0]
+        assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == expected, name
+
+
+def test_min_p_keeps_what_is_likely_enough(mixed, ends):
+    requests, results = mixed
+    prompt, params = requests[-len(ends) - 1]
+    output = results[-len(ends) - 1].outputs[0]
+    assert params.min_p == 0.3
+    rows = dense_logprobs([*prompt, *output.token_ids])[len(prompt) - 1 : -1]
+    ratios = [np.exp(row[token] - row.max()) for row, token in zip(rows, output.token_ids, strict=True)]
+    assert len(ratios) == 60
+    assert 0.3 - 1e-4 < min(ratios) < 0.9, "neither too unlikely ones nor the likeliest only"
+    left_out = [np.exp(row)[row < row.max() + np.log(0.3)].sum() for row in rows]
+    assert np.prod(1 - np.array(left_out)) < 1e-6, "without min_p some other token would have been sampled"
 
 
 def test_each_alone_gives_the_same_bits(engine, mixed):
     requests, results = mixed
-    assert_same([run(engine, [request])[0] for request in requests], results)
+    assert_same_with_texts([run(engine, [request])[0] for request in requests], results)
 
 
-def test_and_when_they_preempt_each_other(mixed):
+def test_and_when_they_preempt_each_other(engine, mixed, monkeypatch):
+    """In two orders, so that every kind whose text matters is preempted after its first tokens."""
     requests, results = mixed
-    with tiny_engine("float32", num_pages=32, max_model_len=512) as engine:
-        long = [(prompt, replace(params, max_tokens=60)) for prompt, params in requests]
-        found = run(engine, long)
-        assert engine.stats()["num_preemptions"] >= 3
-        for result, expected in zip(found, results, strict=True):
-            assert result.outputs[0].token_ids[:16] == expected.outputs[0].token_ids
+    greedy_and_plain = len(ASKED) + 2
+    texts = {"bad words", "min tokens"}
+    wanted = {index for index, name in enumerate(ASKED) if name in texts} | {*range(greedy_and_plain, len(requests))}
+    with_output, preempt = set(), Scheduler._preempt
+
+    def watched(self, request):
+        with_output.update([int(request.request_id)] if request.output_token_ids else [])
+        preempt(self, request)
+
+    long = [(prompt, replace(params, max_tokens=60)) for prompt, params in requests]
+    expected = run(engine, long[:greedy_and_plain]) + results[greedy_and_plain:]
+    monkeypatch.setattr(Scheduler, "_preempt", watched)
+    order = [*range(3), *range(14, 18), *range(11, 14), *range(3, 11)]
+    with tiny_engine("float32", num_pages=32, max_model_len=512, text=TEXT) as engine:
+        assert_same_with_texts(run(engine, long), expected)
+        preempted = set(with_output)
+        with_output.clear()
+        assert_same_with_texts(run(engine, [long[i] for i in order]), [expected[i] for i in order])
+    assert wanted <= preempted | {order[place] for place in with_output}
 
 
 def test_logprobs_are_of_the_raw_distribution(engine):
