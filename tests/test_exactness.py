@@ -1,7 +1,7 @@
 """A request gives the same bits whatever happens around it: tiny models here, the real one at the end.
 
 Compared are token ids and log-probabilities with all their bits. The expected result is always that of the
-request alone, with its prompt computed in one step.
+request alone, with its prompt computed in one step (one of 300 tokens: in two).
 """
 
 import random
@@ -33,7 +33,11 @@ def dtype(request):
 
 @pytest.fixture(scope="module")
 def requests():
-    return requests_for(VOCAB, 32)
+    """One of the prompts is longer than a step of 256 tokens."""
+    requests = requests_for(VOCAB, 32)
+    source = random.Random(1)
+    requests[5] = ([source.randrange(VOCAB - 1) for _ in range(300)], requests[5][1])
+    return requests
 
 
 @pytest.fixture(scope="module")
