@@ -95,7 +95,8 @@ _BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
 _YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
-_BEGINS_WITH_DATE = {"pattern": f"^({_YEAR}-(0[13-9]|1[0-2]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"}
+_BEGINS_WITH_DATE = f"^({_YEAR}-(0[13-9]|1[0-2]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_OF_FORMAT = {"date": [_BEGINS_WITH_DATE], "time": ["^.{6}[0-5]"], "date-time": [_BEGINS_WITH_DATE, "^.{17}[0-5]"]}
 
 
 def _repaired(schema: Any) -> Any:
@@ -103,7 +104,7 @@ def _repaired(schema: Any) -> Any:
 
     Where a negated class of a pattern has many control characters but no quote or no backslash, a quote or a backslash
     gets through when the text is escaped for JSON: such classes leave out control characters, too. Dates have a
-    February 29 in every year, and a year 0.
+    February 29 in every year, and a year 0. Every minute has a second 60: now none has, although some minutes did.
     """
     if isinstance(schema, list):
         return [_repaired(part) for part in schema]
@@ -119,8 +120,9 @@ def _repaired(schema: Any) -> Any:
             changed[key] = {name: _repaired(part) for name, part in value.items()}
         else:
             changed[key] = value if key in _VALUES else _repaired(value)
-    if schema.get("format") in ("date", "date-time") and isinstance(changed.get("allOf", []), list):
-        changed["allOf"] = [*changed.get("allOf", []), _BEGINS_WITH_DATE]
+    kind = schema.get("format")
+    if isinstance(kind, str) and kind in _OF_FORMAT and isinstance(changed.get("allOf", []), list):
+        changed["allOf"] = [*changed.get("allOf", []), *({"pattern": pattern} for pattern in _OF_FORMAT[kind])]
     return changed
 
 
