@@ -151,6 +151,37 @@ def test_forms(client):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) in ("yes", "no")
 
 
+def test_grammars(client):
+    body = {"structured_outputs": {"grammar": 'start: "(" (start | word) ")"\nword: /[ab]{3,9}/'}}
+    fields = {"model": NAME, "prompt": "x", "temperature": 1, "seed": 1, "max_tokens": 200, "logit_bias": {"10": -3}}
+    choices = client.completions.create(**fields, n=3, extra_body=body).choices
+    choice = client.chat.completions.create(**asked(2, logit_bias={"10": -3}), extra_body=body).choices[0]
+    texts = [choice.message.content, *(choice.text for choice in choices)]
+    for text in texts:
+        depth, word = text.count("("), text.strip("()")
+        assert text == "(" * depth + word + ")" * depth
+        assert re.fullmatch("[ab]{3,9}", word), text
+        assert depth >= 1
+    assert len(set(texts)) > 1
+
+
+def test_structural_tags(client):
+    """Free text, but for what stands between the tags."""
+    tag = {"structures": [{"begin": "<f>", "schema": PAINT, "end": "</f>"}], "triggers": ["<"]}
+    body = {"structured_outputs": {"structural_tag": tag}}
+    opening = {"30": 4}  # the trigger
+    chat = client.chat.completions.create(**asked(2, logit_bias=opening), extra_body=body).choices[0].message.content
+    prompt = {"model": NAME, "prompt": "x", "temperature": 1, "seed": 1, "max_tokens": 200, "logit_bias": opening}
+    for text in (chat, client.completions.create(**prompt, extra_body=body).choices[0].text):
+        parts = re.findall("<f>(.*?)</f>", text, re.DOTALL)
+        assert parts
+        for part in parts:
+            jsonschema.validate(json.loads(part), PAINT)
+        free, trigger, cut = re.sub("<f>.*?</f>", "", text, flags=re.DOTALL).partition("<")
+        assert free
+        assert not trigger or cut.startswith("f>"[: len(cut)])
+
+
 def test_many_at_once_and_one_that_leaves(server):
     async def one(client, seed):
         answer = await client.chat.completions.create(**asked(seed), response_format={"type": "json_object"})
