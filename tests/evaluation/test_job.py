@@ -5,16 +5,23 @@ import json
 import math
 import random
 import re
-import signal
-import subprocess
-import sys
-import time
 
+import jsonschema
 import numpy as np
 import pytest
 import yaml
 from cli_tools import run
-from evaluation_tools import CHOICE, ENGINE, GENERATE, LABELS, TEXTS, lines_of, run_job, without_times, write_job
+from evaluation_tools import (
+    CHOICE,
+    ENGINE,
+    GENERATE,
+    LABELS,
+    TEXTS,
+    lines_of,
+    run_job,
+    without_times,
+    write_job,
+)
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.evaluation.config import load_job
@@ -24,9 +31,20 @@ from jaxserve.evaluation.worker import Worker, windows
 
 SAMPLED = {**GENERATE, "name": "sampled", "sampling": {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}}
 CHAT = {**GENERATE, "name": "chat", "chat": True, "system": "Add.", "fewshot": {"num": 1}}
+FORM = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+FORMED = {
+    **GENERATE,
+    "name": "formed",
+    "sampling": {"max_tokens": 60, "temperature": 1.0, "structured_outputs": {"json": FORM}},
+    "postprocess": {"json": "sum"},
+}
 CHAT_CHOICE = {**LABELS, "name": "chat_choice", "chat": True, "fewshot": {"num": 1}}
-ITEMS = 40  # of the jobs that are killed
-TASKS = (GENERATE, SAMPLED, CHOICE, LABELS, TEXTS, CHAT, CHAT_CHOICE)
+TASKS = (GENERATE, SAMPLED, FORMED, CHOICE, LABELS, TEXTS, CHAT, CHAT_CHOICE)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +88,16 @@ def test_sampled_answers_have_a_seed_each(finished):
     lines = lines_of(finished[1]["sampled"])
     assert len({line["output"] for line in lines}) > 6
     assert lines[0]["output"] != lines_of(finished[1]["adding"])[0]["output"]
+
+
+def test_answers_have_the_form_that_a_task_asks_for(finished):
+    lines = lines_of(finished[1]["formed"])
+    assert {line["finish_reason"] for line in lines} == {"stop"}
+    for line in lines:
+        value = json.loads(line["output"])
+        jsonschema.validate(value, FORM)
+        assert line["prediction"] == str(value["sum"])
+    assert len({line["prediction"] for line in lines}) > 6  # free but for the form
 
 
 def test_choices_have_the_log_likelihoods_of_the_library(finished, llm):
@@ -258,6 +286,38 @@ def test_a_metric_that_fails_later_names_the_line(model, tmp_path, monkeypatch):
 # ---- reports ----------------------------------------------------------------------------------------------
 
 
+def check_plots(page, report, runs):
+    """A bar and its interval for each metric and model; for each run's lines a histogram."""
+    plots = re.findall(r"<figure><svg [^>]*>(.*?)</svg><figcaption>(.*?)</figcaption>", page)
+    metrics = {
+        name: [result["metrics"][name] for result in task["results"]]
+        for task in report["tasks"]
+        for name in task["results"][0]["metrics"]
+    }
+    number = r"([\d.]+)"
+    intervals = [plot for plot in plots if "whisker" in plot[0]]
+    for (drawing, caption), (name, found) in zip(intervals, metrics.items(), strict=True):
+        assert caption.startswith(f"{name}, 0 to ")
+        bars = re.findall(rf"<rect class='bar' x='{number}'[^>]* width='{number}'", drawing)
+        ends = re.findall(rf"class='whisker' d='M{number} [\d.]+H{number}M", drawing)
+        left, scale = float(bars[0][0]), max(float(high) for _, high in ends)
+        places = [
+            (float(w) + float(x), float(low), float(high)) for (x, w), (low, high) in zip(bars, ends, strict=True)
+        ]
+        scale = (scale - left) / max(each["high"] for each in found)
+        right = [[left + scale * each[key] for key in ("value", "low", "high")] for each in found]
+        assert np.array(places) == pytest.approx(np.array(right), abs=0.2)
+    histograms = [drawing for drawing, _ in plots if "whisker" not in drawing]
+    for drawing, lines in zip(histograms, runs, strict=True):
+        heights = [float(height) for height in re.findall(rf"<rect class='bar'[^>]* height='{number}'", drawing)]
+        if "logprobs" in lines[0]:  # how clear the choice was, else nats per token
+            values = [np.sort(line["logprobs"])[-1] - np.sort(line["logprobs"])[-2] for line in lines]
+        else:
+            values = [-line["logprob"] / line["num_scored_tokens"] for line in lines]
+        counts = np.histogram(values, bins=len(lines))[0]
+        assert np.array(heights) / max(heights) == pytest.approx(counts / counts.max(), abs=0.01)
+
+
 def test_models_are_compared_in_the_report(model, tmp_path, capsys):
     models = [{"name": "f32"}, {"name": "bf16", "dtype": "bfloat16"}]
     path = write_job(tmp_path, model, CHOICE, TEXTS, models=models)
@@ -282,6 +342,12 @@ def test_models_are_compared_in_the_report(model, tmp_path, capsys):
         assert f"Q: number {n} A:" in page
     assert page.count("<details") >= 14
     assert "bf16" in page
+    lines = {name: lines_of(tmp_path / "results" / name / "choosing.jsonl") for name in ("f32", "bf16")}
+    check_plots(page, report, [*lines.values(), a, b])
+    for name, mine in lines.items():
+        wrong = [line["item"] for line in mine if line["scores"]["accuracy"] < 1]
+        [shown] = re.findall(f"<h3>Wrong answers of {name}</h3>(.*?)<h3>", page)
+        assert re.findall(r"<details class='wrong'><summary>(\d+) ", shown) == [str(item) for item in wrong[:5]] != []
 
     left, right = tmp_path / "results" / "f32", tmp_path / "results" / "bf16"
     status, out, _ = run(capsys, "eval", "compare", left, right, "--output", tmp_path / "compared")
@@ -309,63 +375,6 @@ def test_what_cannot_be_compared(finished, tmp_path, capsys):
         assert (status, message in err) == (1, True), err
     status, _, err = run(capsys, "eval", "compare", file, tmp_path / "none")
     assert (status, "it holds no result files" in err) == (1, True)
-
-
-# ---- kills ------------------------------------------------------------------------------------------------
-
-
-def killed_and_continued(model, folder, finished_file, kills, seed):
-    """Kill the job's process whenever a random number of lines more is there; returns the scorings that were made."""
-    (folder / "counting_metric.py").write_text(
-        "import os\n"
-        "def counted(found, target, line):\n"
-        f"    with open({str(folder / 'scored')!r}, 'a') as file:\n"
-        "        file.write(f\"{line['a']}\\n\")\n"
-        "    return float(found == target)\n"
-    )
-    task = {**GENERATE, "metrics": ["accuracy", {"function": "counting_metric:counted"}]}
-    path = write_job(folder, model, task, models=[{"name": "tiny"}])
-    rows = [{"a": n, "b": 3 * n % 7} for n in range(ITEMS)]
-    (folder / "adding.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    file, source = folder / "results" / "tiny" / "adding.jsonl", random.Random(seed)
-    command = [sys.executable, "-m", "jaxserve.cli", "eval", str(path)]
-    seen = []
-    for _ in range(kills):
-        before = file.read_bytes() if file.exists() else b""
-        wanted = before.count(b"\n") + source.randint(0, 12)
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and (file.read_bytes() if file.exists() else b"").count(b"\n") <= wanted:
-            time.sleep(0.002)
-        time.sleep(source.random() * 0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        after = file.read_bytes()
-        assert after[: before.rfind(b"\n") + 1] == before[: before.rfind(b"\n") + 1] or after.count(b"\n") == ITEMS
-        seen.append(after.count(b"\n"))
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    lines = lines_of(file)
-    assert [line["output"] for line in lines[:12]] == [line["output"] for line in lines_of(finished_file)]
-    scored = (folder / "scored").read_text().split()
-    return [scored.count(str(n)) for n in range(ITEMS)], without_times(file), seen
-
-
-def test_a_killed_job_is_continued(finished, model, tmp_path):
-    counts, _, seen = killed_and_continued(model, tmp_path, finished[1]["adding"], kills=1, seed=0)
-    assert 1 <= seen[0] < ITEMS  # it was killed in the middle
-    extra = 2  # each process tries the metric on the first item, before it loads the model
-    assert sum(counts) <= ITEMS + 1 + extra  # at most the one between its scoring and its line, for each kill
-    assert max(counts[1:]) <= 2
-
-
-@pytest.mark.slow  # eleven processes
-def test_ten_kills_change_nothing(finished, model, tmp_path):
-    for name in ("once", "killed"):
-        (tmp_path / name).mkdir()
-    _, expected, _ = killed_and_continued(model, tmp_path / "once", finished[1]["adding"], kills=0, seed=0)
-    counts, lines, _ = killed_and_continued(model, tmp_path / "killed", finished[1]["adding"], kills=10, seed=1)
-    assert lines == expected
-    assert sum(counts) <= ITEMS + 10 + 11
 
 
 def test_a_larger_file_is_an_option(model, tmp_path, capsys):
