@@ -226,7 +226,9 @@ class BatchEngine:
         except GenerationFailed as error:
             status = 400 if str(error).startswith((NO_TOKEN_LEFT, GRAMMAR_GAVE_UP)) else 500
             return item.line.failure(ApiError(status, str(error), code="generation_failed"))
-        return item.line.answer(200, json.loads(answer.model_dump_json()))
+        body = json.loads(answer.model_dump_json())
+        body["usage"].pop("prompt_tokens_details", None)  # what was cached depends on where a batch was resumed
+        return item.line.answer(200, body)
 
 
 def _reader(tools: ToolCalling) -> MessageReader:

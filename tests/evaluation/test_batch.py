@@ -108,12 +108,8 @@ def test_answers_are_in_the_order_of_the_requests_and_right(finished, llm):
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     hello, ab, cde = (result.outputs[0].text for result in llm.generate(["Hello", "a b", "c d e"], greedy))
     assert (one["choices"][0]["text"], one["model"], one["object"]) == (hello, "m", "text_completion")
-    assert one["usage"] | {"prompt_tokens_details": None} == {
-        "prompt_tokens": 5,
-        "completion_tokens": 6,
-        "total_tokens": 11,
-        "prompt_tokens_details": None,
-    }
+    # Not what was cached: that depends on what ran before, and a resumed batch is the same file.
+    assert one["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
     [chatted] = llm.chat([{"role": "user", "content": "Hello"}], greedy)
     [choice] = two["choices"]
     assert choice["message"]["content"] == chatted.outputs[0].text
