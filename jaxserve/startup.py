@@ -21,7 +21,7 @@ from jaxserve.checkpoint.loading import load_decoder, model_folder
 from jaxserve.checkpoint.sentence_transformers import StoredPooling, read_pooling
 from jaxserve.config import EngineConfig, PoolerConfig, SpeculativeConfig
 from jaxserve.input_processor import InputProcessor
-from jaxserve.kernels_pallas.matmul import LinearKernel, choose_linear
+from jaxserve.kernels_pallas.matmul import LinearKernel, choose_linear, why_no_mosaic
 from jaxserve.kernels_pallas.paged_attention import XLA, AttentionBackend, choose_attention
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
@@ -156,14 +156,15 @@ def prepare(
         )
     if draft is not None:
         _check_draft(draft, model, max_len, config.speculative_config.num_speculative_tokens)
+    products = {**model.config.products, **_draft_products(draft)}
     linear = choose_linear(
-        config.linear_backend,
-        model.dtype,
-        config.mesh,
-        products={**model.config.products, **_draft_products(draft)},
-        deterministic=config.deterministic is True,
+        config.linear_backend, model.dtype, config.mesh, products=products, deterministic=config.deterministic is True
     )
-    decided = _buckets(config, jax.default_backend(), model.dtype, linear_kernel=linear is not None)
+    by_kernels = config.deterministic is True and jax.default_backend() == "gpu"
+    if by_kernels and (missing := determinism.kernels_missing(attention, linear)):
+        why = why_no_mosaic(model.dtype, config.mesh, products=products)
+        raise ValueError(f"deterministic=True: {missing}" + (f": {why}" if why else ""))
+    decided = _buckets(config, jax.default_backend(), model.dtype, linear_kernel=linear is not None, proven=by_kernels)
     return Prepared(model, layout, plan, max_len, attention, linear, *decided, draft)
 
 
@@ -425,15 +426,18 @@ def _fit_length(config: EngineConfig, wanted: int, plan: MemoryPlan) -> int:
 
 
 def _buckets(
-    config: EngineConfig, backend: str, dtype: jnp.dtype, *, linear_kernel: bool
+    config: EngineConfig, backend: str, dtype: jnp.dtype, *, linear_kernel: bool, proven: bool
 ) -> tuple[bool, str | None, Buckets]:
-    """Whether to be deterministic, why not if that was wanted, and the shapes that go with it."""
+    """Whether to be deterministic, why not if that was wanted, and the shapes that go with it.
+
+    proven: by construction, whatever the list of what was measured says
+    """
     limits, speculates = (config.max_num_batched_tokens, config.max_num_seqs), config.speculative_config is not None
     make = lambda smallest: Buckets.make(*limits, smallest, speculates=speculates)
     if config.deterministic is False:
         return False, None, make(ROW_MULTIPLE)
     buckets = make(determinism.smallest_bucket(backend, dtype, linear_kernel=linear_kernel))
-    reason = determinism.unproven(backend, dtype, buckets.tokens[-1])
+    reason = None if proven else determinism.unproven(backend, dtype, buckets.tokens[-1])
     if reason is None:
         return True, None, buckets
     if config.deterministic is True:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +30,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 from jaxserve.bench.models import MODELS
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout
-from jaxserve.kernels_pallas.matmul import MosaicLinear
-from jaxserve.kernels_pallas.paged_attention import mosaic_backend
-from jaxserve.kernels_pallas.paged_attention.mosaic import mosaic_attention
-from jaxserve.kernels_pallas.verify_draft import mosaic_backend as mosaic_verify
+from jaxserve.kernels_pallas.matmul import choose_linear
+from jaxserve.kernels_pallas.paged_attention import choose_attention
+from jaxserve.kernels_pallas.verify_draft import choose_verify
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.eagle import EagleConfig
 from jaxserve.models.medusa import MedusaConfig
-from jaxserve.runner import slots
+from jaxserve.runner import determinism, slots
 from jaxserve.runner.compilation import Program
 from jaxserve.runner.head import SCORE_ROWS
 from jaxserve.runner.programs import COPIES, Programs
@@ -64,6 +64,17 @@ BUCKETS = Buckets.make(max_num_batched_tokens=2048, max_num_seqs=256)
 DRAFTS = 7
 DRAFT_VOCAB, MEDUSA_HEADS = 32000, 4
 POOL_BYTES = 16 * 2**30  # of the whole model
+
+
+class Device(NamedTuple):
+    """What the choosers ask of a device."""
+
+    platform: str
+    compute_capability: str
+    device_kind: str
+
+
+H200 = Device("gpu", "9.0", "NVIDIA H200")
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ class Target:
             path.stem, platform="cuda", topology="1x1x1", target_config=path.read_text()
         )
         self.sharding = SingleDeviceSharding(topology.devices[0])
-        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+        device = AbstractDevice(device_kind=H200.device_kind, num_cores=132, platform="cuda")
         # Pallas asks for the device that it lowers for; an abstract mesh answers where none is attached.
         self.mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
 
@@ -153,8 +164,7 @@ def unavailable() -> str | None:
 
 @cache
 def describe(model: str, layers: int, deterministic: bool, speculates: str | None, constrains: bool) -> Programs:
-    """The programs of an engine on Hopper; `deterministic` takes our product instead of XLA's, the others are those of
-    `Case`."""
+    """The programs of an engine on Hopper, with what the choosers give such a device; arguments are those of `Case`."""
     config = ModelConfig.from_hf(MODELS[model] | {"num_hidden_layers": layers})
     definition, weights_like = _weights(config)
     layout = KVLayout(layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, DTYPE)
@@ -167,17 +177,19 @@ def describe(model: str, layers: int, deterministic: bool, speculates: str | Non
         layout = replace(layout, draft=replace(layout, num_layers=1))
     if speculates in ("eagle", "medusa"):
         state = jax.ShapeDtypeStruct((config.hidden_size,), DTYPE)
-    attention = mosaic_backend(
-        mosaic_attention(head_dim=config.head_dim, group=config.q_per_group, max_model_len=MAX_LEN)
+    attention = choose_attention(
+        "auto", head_dim=config.head_dim, group=config.q_per_group, dtype=DTYPE, max_model_len=MAX_LEN, device=H200
     )
-    linear = MosaicLinear() if deterministic else None
+    linear = choose_linear("auto", DTYPE, products=config.products, deterministic=deterministic, device=H200)
+    if deterministic and (missing := determinism.kernels_missing(attention, linear)):
+        raise ValueError(f"{model}: {missing}")
     step = StepDefinition(
         model=definition,
         attention=attention,
         max_tokens=BUCKETS.tokens[-1],
         max_logprobs=MAX_LOGPROBS,
         linear_kernel=linear,
-        verify=mosaic_verify(),
+        verify=choose_verify(device=H200),
         proposer=NgramProposer(2, 4, DRAFTS) if speculates == "ngram" else None,
         draft=draft_definition,
         acceptance="rejection" if speculates == "draft_model" else "agreement",

@@ -45,7 +45,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "tokenizer": model.tokenizer is not None and str(model.tokenizer.folder),
         "dtype": str(model.dtype),
         "attention": attention.name,
-        "linear": "xla" if linear is None else "native",
+        "linear": "xla" if linear is None else linear.name,
         "max_model_len": max_len,
         "memory": str(plan).removeprefix("memory: "),
         "bytes_per_page": layout.bytes_per_page,

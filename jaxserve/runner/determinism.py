@@ -3,7 +3,8 @@
 `deterministic` rests on three things: products whose rows do not depend on each other, KV blocks of a fixed size
 counted from position 0 (paged attention), and reductions over fixed axes. The first holds by construction for native
 products; for XLA's it is a measured property of buckets with at least `smallest_bucket` rows. So it is listed per
-backend, dtype and JAX version, and tested at every start.
+backend, dtype and JAX version, and tested at every start. On Hopper attention and products hold it by construction
+(`kernels_missing`), on no GPU has it been shown: what is asked for is tested at start, `auto` does not ask.
 """
 
 from functools import partial
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.cache.kv_cache import LayerKV
+from jaxserve.kernels_pallas.matmul import LinearKernel
+from jaxserve.kernels_pallas.paged_attention import AttentionBackend
 from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_runs
 from jaxserve.models.decoder import rope_tables
 from jaxserve.runner.compilation import Compiler, Program
@@ -41,6 +44,19 @@ def unproven(backend: str, dtype: jnp.dtype, largest_bucket: int) -> str | None:
         return f"it is proven for JAX {' and '.join(PROVEN_JAX)}, not for {jax.__version__}"
     if largest_bucket > PROVEN_ROWS:
         return f"it is proven up to {PROVEN_ROWS} tokens in a step, not for max_num_batched_tokens={largest_bucket}"
+    return None
+
+
+def kernels_missing(attention: AttentionBackend, linear_kernel: LinearKernel | None) -> str | None:
+    """Which kernel for Hopper a step on a GPU would do without, or None: then its rows are independent but for what is
+    left to XLA (norms, elementwise work), which `row_invariance` looks at."""
+    names = {
+        "attention_backend": attention.name,
+        "linear_backend": "xla" if linear_kernel is None else linear_kernel.name,
+    }
+    missing = [f"{field} is {name!r}" for field, name in names.items() if name != "mosaic"]
+    if missing:
+        return f"on a GPU it needs 'mosaic' for attention and for products, but {' and '.join(missing)}"
     return None
 
 

@@ -19,6 +19,7 @@ class NativeLinear(NamedTuple):
     """The product as native.cc computes it: a row's bits depend neither on the other rows nor on their number."""
 
     target: str
+    name = "native"
 
     def __call__(
         self, x: Float[Array, "tokens in"], weight: Float[Array, "in ..."], out_dtype=None, *, count: Int[Array, ""]

@@ -20,6 +20,7 @@ class MosaicLinear(NamedTuple):
     """The product of `mosaic.py`, as a layer calls it."""
 
     interpret: Any = None
+    name = "mosaic"
 
     def __call__(
         self, x: Float[Array, "tokens in"], weight: Float[Array, "in ..."], out_dtype=None, *, count: Int[Array, ""]
@@ -41,16 +42,17 @@ def choose_linear(
     *,
     products: Mapping[str, tuple[int, int]] | None = None,
     deterministic: bool = False,
+    device: Any = None,
 ) -> LinearKernel | None:
     """The product behind a name of `config.LINEAR_BACKENDS`; None is XLA's own.
 
-    `products` are the model's (`ModelConfig.products`). `auto`, on one device: on a CPU native where the library
-    builds, unless the CPU multiplies bfloat16 itself; on Hopper mosaic if results must be `deterministic`. ValueError
-    if a backend is asked for where it cannot be had.
+    `products` are the model's (`ModelConfig.products`), `device` is the first unless given. `auto`, on one device: on a
+    CPU native where the library builds, unless the CPU multiplies bfloat16 itself; on Hopper mosaic if results must be
+    `deterministic`. ValueError if a backend is asked for where it cannot be had.
     """
     if backend == "xla":
         return None
-    device = jax.local_devices()[0]
+    device = device or jax.local_devices()[0]
     if backend == "auto":
         backend = "mosaic" if device.platform == "gpu" else "native"
         if mesh is not None or (device.platform == "gpu" and not deterministic):
@@ -63,6 +65,18 @@ def choose_linear(
     if isinstance(found, str):
         raise ValueError(f"linear_backend={backend!r}: linear_backend must be one that works here: {found}")
     return found
+
+
+def why_no_mosaic(
+    dtype: jnp.dtype,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    products: Mapping[str, tuple[int, int]] | None = None,
+    device: Any = None,
+) -> str | None:
+    """Why `mosaic` cannot be had for such products here, or None if it can."""
+    found = _find("mosaic", dtype, mesh, products, device or jax.local_devices()[0])
+    return found if isinstance(found, str) else None
 
 
 def _find(backend: str, dtype, mesh, products, device) -> LinearKernel | str:

@@ -11,7 +11,7 @@ All but `native` also take `logit_soft_cap`.
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,11 @@ def choose_attention(
     dtype: jnp.dtype = jnp.dtype("bfloat16"),  # noqa: B008
     max_model_len: int = 1,
     mesh: jax.sharding.Mesh | None = None,
+    device: Any = None,
 ) -> AttentionBackend:
     """The implementation behind a name of `config.ATTENTION_BACKENDS`, for a model with `group` query heads a KV head
-    and contexts of at most `max_model_len`; `auto` is `mosaic` on Hopper, `native` where it can be had, else `xla`.
+    and contexts of at most `max_model_len`, on `device` (the first unless given); `auto` is `mosaic` on Hopper,
+    `native` where it can be had, else `xla`.
 
     What the kernels of `mosaic` do not take goes to `xla`, which is logged. ValueError if `mosaic` or `native` is
     asked for where it cannot run.
@@ -57,7 +59,7 @@ def choose_attention(
     if backend in ("reference", "xla"):
         return {"xla": XLA, "reference": REFERENCE}[backend]
     if backend in ("auto", "mosaic"):
-        reason = why_no_hopper(jax.local_devices()[0]) if mesh is None else _ON_ONE_DEVICE
+        reason = why_no_hopper(device or jax.local_devices()[0]) if mesh is None else _ON_ONE_DEVICE
         if reason is None:
             return _mosaic_or_xla(head_dim, group, jnp.dtype(dtype), max_model_len)
         if backend == "mosaic":

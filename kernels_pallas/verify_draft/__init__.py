@@ -9,7 +9,7 @@ By the rule `agreement` the two give the same tokens, so a step that speculates 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -39,9 +39,7 @@ def mosaic_backend() -> VerifyBackend:
     return VerifyBackend("mosaic", mosaic.sample, mosaic.verify_draft)
 
 
-def choose_verify(
-    backend: str = "auto", *, device: jax.Device | None = None, mesh: jax.sharding.Mesh | None = None
-) -> VerifyBackend:
+def choose_verify(backend: str = "auto", *, device: Any = None, mesh: jax.sharding.Mesh | None = None) -> VerifyBackend:
     """The implementation behind a name of `BACKENDS`; `auto` is `mosaic` where it runs.
 
     ValueError if `mosaic` is asked for where it cannot run.

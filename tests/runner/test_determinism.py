@@ -1,20 +1,27 @@
 """The test at start that says whether rows depend on their company, and what an engine makes of it."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 from engine_tools import tiny_decoder, tiny_engine
 
+from jaxserve import startup
+from jaxserve.config import EngineConfig
 from jaxserve.kernels_pallas.cpu.linear import choose_norm
-from jaxserve.kernels_pallas.matmul import choose_linear
-from jaxserve.kernels_pallas.paged_attention import XLA, choose_attention
+from jaxserve.kernels_pallas.hopper import interpreted
+from jaxserve.kernels_pallas.matmul import MosaicLinear, choose_linear
+from jaxserve.kernels_pallas.paged_attention import XLA, choose_attention, mosaic_backend
+from jaxserve.kernels_pallas.paged_attention.mosaic import mosaic_attention
+from jaxserve.kernels_pallas.paged_attention.mosaic.config import TileConfig as MosaicTiles
 from jaxserve.runner import determinism
 from jaxserve.runner.compilation import Compiler
 from jaxserve.runner.determinism import PROVEN_ROWS, row_invariance, smallest_bucket, unproven
 from jaxserve.runner.step import StepDefinition
 from jaxserve.runner.weights import flatten
+from jaxserve.startup import prepare
 
 SMALL = {"num_pages": 64, "max_num_batched_tokens": 8, "max_num_seqs": 8, "compilation_cache_dir": ""}
 
@@ -88,6 +95,91 @@ def test_an_engine_refuses_what_is_not_proven():
         tiny_engine("bfloat16", **options, deterministic=True)
     with tiny_engine("bfloat16", **options, deterministic="auto") as engine:
         assert engine.stats()["deterministic"] == "false"
+
+
+# ---- a GPU, as far as it goes without one ---------------------------------------------------------------
+
+FITS = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "num_hidden_layers": 1}
+
+
+class Gpu(NamedTuple):
+    """What is decided at start about such a device."""
+
+    compute_capability: str = "9.0"
+    device_kind: str = "NVIDIA H200"
+    platform: str = "gpu"
+
+
+def prepared_on(gpu: Gpu, monkeypatch, dtype: str = "bfloat16", changes=FITS, **options):
+    """What an engine would be on a GPU."""
+    decoder = tiny_decoder(dtype, **changes)
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "local_devices", lambda: [gpu])
+        patched.setattr(jax, "default_backend", lambda: "gpu")
+        patched.setattr(startup, "device_memory", lambda device: 2**34)
+        return prepare(EngineConfig(**{**SMALL, "deterministic": True, **options}), decoder, None)
+
+
+def test_on_hopper_determinism_takes_the_kernels_in_layers_and_head(monkeypatch):
+    found = prepared_on(Gpu(), monkeypatch, max_num_batched_tokens=2048)  # more than what was measured on CPUs
+    assert (found.attention.name, found.linear_kernel, found.deterministic) == ("mosaic", MosaicLinear(), True)
+    assert found.buckets.tokens[0] == found.buckets.rows[0] == 8
+    for options in ({"deterministic": False}, {"deterministic": "auto"}):
+        found = prepared_on(Gpu(), monkeypatch, **options)
+        assert (found.attention.name, found.linear_kernel, found.deterministic) == ("mosaic", None, False)
+    assert "not proven for bfloat16 on the backend 'gpu'" in found.not_proven
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"gpu": Gpu("8.0", "NVIDIA A100")}, "products.*'xla'.*9.0.*NVIDIA A100 has 8.0"),
+        ({"dtype": "float32"}, "attention_backend is 'xla' and linear_backend is 'xla'.*not float32"),
+        ({"changes": FITS | {"vocab_size": 300}}, "linear_backend is 'xla': head: both sides .* 64 and 300"),
+        ({"changes": FITS | {"head_dim": 32}}, "but attention_backend is 'xla'$"),
+        ({"linear_backend": "xla"}, "but linear_backend is 'xla'$"),
+        ({"attention_backend": "xla"}, "but attention_backend is 'xla'$"),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_without_the_kernels_determinism_is_refused_and_says_why(monkeypatch, given, reason):
+    given = {"gpu": Gpu()} | given
+    with pytest.raises(ValueError, match="^deterministic=True: on a GPU .*" + reason):
+        prepared_on(monkeypatch=monkeypatch, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("differs", [False, True])
+def test_what_was_chosen_by_construction_is_tested_at_start(monkeypatch, differs):
+    """An engine as it starts on Hopper, both kernels interpreted: the test at start runs them, and decides."""
+    interpret = interpreted(detect_races=False)
+    attention = mosaic_backend(
+        mosaic_attention(head_dim=64, group=2, max_model_len=64, config=MosaicTiles(interpret=interpret))
+    )
+    linear = LinearThatDiffers(interpret) if differs else MosaicLinear(interpret)
+    decoder = tiny_decoder(**FITS)
+    monkeypatch.setattr(startup, "choose_attention", lambda *_, **__: attention)
+    monkeypatch.setattr(startup, "choose_linear", lambda *_, **__: linear)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    options = SMALL | {"max_num_batched_tokens": 16, "max_model_len": 64, "compile": "lazy"}
+    if differs:
+        with pytest.raises(ValueError, match=r"^deterministic=True: a row of the layer has other bits among 8 rows"):
+            tiny_engine(decoder=decoder, **options)
+    else:
+        with tiny_engine(decoder=decoder, **options) as engine:
+            assert engine.deterministic
+            assert engine.runner.step.linear_kernel == linear
+
+
+class LinearThatDiffers(MosaicLinear):
+    """Rows of a small bucket are one bit larger."""
+
+    def __call__(self, x, weight, out_dtype=None, *, count):
+        product = super().__call__(x, weight, out_dtype, count=count)
+        return product * jnp.asarray(1.01, product.dtype) if x.shape[0] == 8 else product
+
+
+# ---- engines --------------------------------------------------------------------------------------------
 
 
 def test_an_engine_refuses_a_machine_that_differs(monkeypatch):
