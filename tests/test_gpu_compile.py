@@ -6,16 +6,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 from engine_tools import tiny_engine
-from ptx import arithmetic, kernel_name, stores_before_wgmma_are_fenced, stores_for_wgmma
 
 from jaxserve.bench import gpu_compile
-from jaxserve.bench.gpu_compile import MIB, Case, Compiled, Kernel, Target, cases, inspect, pool_copies, unavailable
-from jaxserve.bench.models import MODELS
+from jaxserve.bench.gpu_compile import MIB, Case, Compiled, Target, cases, faults, inspect, pool_copies, unavailable
+from jaxserve.bench.ptx import (
+    Kernel,
+    arithmetic,
+    compiler_output,
+    kernel_name,
+    kernels_of,
+    ptx_of,
+    stores_before_wgmma_are_fenced,
+)
 from jaxserve.kernels_pallas.matmul.mosaic import matmul
 from jaxserve.kernels_pallas.matmul.tiles import TileConfig
 from jaxserve.kernels_pallas.paged_attention import mosaic_backend
 from jaxserve.kernels_pallas.paged_attention.mosaic import mosaic_attention
-from jaxserve.models.config import ModelConfig
 
 needs_compiler = pytest.mark.gpu_compile
 
@@ -25,51 +31,6 @@ def target():
     if reason := unavailable():
         pytest.skip(reason)
     return Target()
-
-
-def allowed_temporary(case: Case) -> int:
-    """64 MiB, and beside them the logits, or in the larger token buckets what a layer makes of its rows: the residual
-    stream and its norm, the fused products, queries and results by head, the gated product."""
-    config = ModelConfig.from_hf(MODELS[case.model])
-    if case.program in ("head", "masked_head", "greedy_head", "score", "score_all"):
-        forms = 3 if case.program == "head" and case.bucket > 64 else 1
-        return 64 * MIB + forms * 4 * case.bucket * config.vocab_size
-    if case.bucket <= 64:
-        return 64 * MIB
-    (_, qkv), (heads, _), (_, gate_up) = (config.products[name] for name in ("qkv", "out", "gate_up"))
-    widths = 3 * config.hidden_size + qkv + 3 * heads + gate_up * 3 // 2
-    return 64 * MIB + case.bucket * 2 * widths
-
-
-def faults(compiled: Compiled) -> list[str]:
-    """What is wrong with a program."""
-    case = compiled.case
-    found = []
-    # A proposer writes the number of drafts of every slot anew.
-    made_anew = 4 * gpu_compile.BUCKETS.rows[-1] if case.program.startswith("propose") else 0
-    if compiled.aliased < compiled.donated - made_anew:
-        found.append(f"{compiled.donated - compiled.aliased} donated bytes are copied")
-    if compiled.pool_copies:
-        found.append(f"pages are copied: {compiled.pool_copies[0]}")
-    if compiled.temporary > allowed_temporary(case):
-        found.append(f"{compiled.temporary / MIB:.1f} MiB temporary, {allowed_temporary(case) / MIB:.1f} are explained")
-    found += [f"{kernel.name} spills" for kernel in compiled.kernels if kernel.spilled_bytes]
-    found += [
-        "a WGMMA reads what was stored without a fence"
-        for text in compiled.ptx
-        if stores_for_wgmma(text) and not stores_before_wgmma_are_fenced(text)
-    ]
-    found += [f"{kernel.name} multiplies one after the other" for kernel in compiled.kernels if kernel.serialized]
-    small = len(compiled.thunks) < 5 and set(compiled.thunks) <= {"kCustomKernel", "kCopy", "kMemset"}
-    loops = case.program == "propose_by_model" and case.speculates != "medusa"  # one command buffer a draft
-    loops &= compiled.thunks.count("kWhile") == 1
-    if compiled.thunks != ["kCommandBuffer"] and not small and not loops:
-        found.append(f"not one command buffer: {compiled.thunks}")
-    if case.program == "body" and compiled.commands.get("kCustomCall", 0) < case.layers * (
-        5 if case.deterministic else 1
-    ):
-        found.append(f"our kernels are not in it: {compiled.commands}")
-    return found
 
 
 @needs_compiler
@@ -93,11 +54,11 @@ def test_no_tile_of_the_product_spills(target, shape, dtype):
     x, weight = (jax.ShapeDtypeStruct(dims, dtype) for dims in ((584, 576), (576, 1088)))
     for out_dtype in (dtype, "float32"):
         function = lambda x, weight, out=out_dtype: matmul(x, weight, jnp.dtype(out), config=TileConfig(*shape, 3))
-        with gpu_compile._standard_output() as output:
+        with compiler_output() as output:
             target.lower(function, (x, weight)).compile()
-        kernels = gpu_compile._kernels(output[0])
+        kernels = kernels_of(output[0])
         assert [(kernel.spilled_bytes, kernel.serialized) for kernel in kernels] == [(0, False)]
-        assert [stores_before_wgmma_are_fenced(text) for text in gpu_compile.ptx_of(output[0])] == [True]
+        assert [stores_before_wgmma_are_fenced(text) for text in ptx_of(output[0])] == [True]
 
 
 @needs_compiler
@@ -117,9 +78,9 @@ def test_the_ptx_of_attention(target, head_dim, group):
     arguments = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in integers]
     for shape in ((tokens, kv_heads * group, head_dim), (1021, 2, kv_heads, page_size, head_dim)):
         arguments.append(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-    with gpu_compile._standard_output() as output:
+    with compiler_output() as output:
         target.lower(attend, arguments).compile()
-    ptx = {kernel_name(text): text for text in gpu_compile.ptx_of(output[0])}
+    ptx = {kernel_name(text): text for text in ptx_of(output[0])}
     assert set(ptx) == {"paged_decode", "combine_splits", "paged_prefill"}
     assert arithmetic(ptx["paged_decode"]) == arithmetic(ptx["paged_prefill"])
     assert all(stores_before_wgmma_are_fenced(ptx[name]) for name in ("paged_decode", "paged_prefill"))
@@ -160,6 +121,21 @@ def test_every_fault_has_a_name():
         assert faults(replace(good, **change)) == [fault]
 
 
+def test_the_table_ends_with_what_is_wrong_and_the_status_says_so(monkeypatch, capsys):
+    """As `make gpu-compile` runs it, with one program of two that copies what it was given."""
+    good = Compiled(cases(everything=False)[0], 1.0, 4, 4, 0, [], ["kCommandBuffer"], {"kCustomCall": 4}, [])
+    chosen = [replace(good.case, bucket=bucket) for bucket in (8, 16)]
+    monkeypatch.setattr(gpu_compile, "unavailable", lambda: None)
+    monkeypatch.setattr(gpu_compile, "Target", lambda: None)
+    monkeypatch.setattr(gpu_compile, "cases", lambda everything: chosen)
+    results = {8: good, 16: replace(good, case=chosen[1], aliased=0)}
+    monkeypatch.setattr(gpu_compile, "inspect", lambda case, target: results[case.bucket])
+    assert gpu_compile.main(["--only", "[8]"]) == 0
+    assert "Not as it should be" not in capsys.readouterr().out
+    assert gpu_compile.main([]) == 1
+    assert capsys.readouterr().out.endswith(f"Not as it should be:\n\n- {chosen[1]}: 4 donated bytes are copied\n")
+
+
 def test_what_ptxas_says_is_read():
     text = """ptxas warning : Registers are spilled in function 'a', 8 bytes spill stores, 16 bytes spill loads
 ptxas info    : Compiling entry function 'a' for 'sm_90a'
@@ -170,4 +146,4 @@ ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions
 ptxas info    : Compiling entry function 'b' for 'sm_90a'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 240 registers, used 16 barriers, 1 bytes smem"""
-    assert gpu_compile._kernels(text) == [Kernel("a", 168, 24, False), Kernel("b", 240, 0, True)]
+    assert kernels_of(text) == [Kernel("a", 168, 24, False), Kernel("b", 240, 0, True)]

@@ -1,6 +1,6 @@
 """The readers of PTX, on snippets."""
 
-from ptx import arithmetic, kernel_name, stores_before_wgmma_are_fenced, stores_for_wgmma
+from jaxserve.bench.ptx import arithmetic, kernel_name, stores_before_wgmma_are_fenced, stores_for_wgmma
 
 STORE = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2, %r3, %r4, %r5};\n"
 FENCE = "fence.proxy.async.shared::cta;\n"

@@ -3,19 +3,18 @@
 Shapes only: no weights, no device. Per program: seconds of compilation, bytes aliased in place, temporary bytes,
 copies of something as large as a layer's pages, what stands in the program's one command buffer and what does not,
 and for each of our kernels the registers, the shared memory and the spills that ptxas reports. Printed as markdown,
-and as JSON with --json. Nothing here says how fast a program is.
+and as JSON with --json; what is wrong with a program stands below them, and the exit status is 1. Nothing here says how
+fast a program is.
 """
 
 import argparse
 import collections
 import json
-import os
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -28,6 +27,14 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from jaxserve.bench.models import MODELS
+from jaxserve.bench.ptx import (
+    Kernel,
+    compiler_output,
+    kernels_of,
+    ptx_of,
+    stores_before_wgmma_are_fenced,
+    stores_for_wgmma,
+)
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.kernels_pallas.matmul import choose_linear
@@ -103,16 +110,6 @@ class Case:
         mode = (", deterministic" if self.deterministic else "") + (f", {self.speculates}" if self.speculates else "")
         mode += ", grammars" if self.constrains else ""
         return f"{self.model}, {self.layers} layers, {self.program}[{self.bucket}]{mode}"
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What ptxas says of one of our kernels."""
-
-    name: str
-    registers: int
-    spilled_bytes: int
-    serialized: bool  # its WGMMAs wait for each other
 
 
 @dataclass(frozen=True)
@@ -244,7 +241,7 @@ def inspect(case: Case, target: Target) -> Compiled:
     started = time.perf_counter()
     lowered = target.lower(program.function, program.arguments, program.donate)
     with tempfile.TemporaryDirectory() as folder:
-        with _standard_output() as output:
+        with compiler_output() as output:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         seconds = time.perf_counter() - started
         thunks, commands = _thunks(Path(folder))
@@ -260,7 +257,7 @@ def inspect(case: Case, target: Target) -> Compiled:
         pool_copies(compiled.as_text(), prod(layer.shape)),
         thunks,
         commands,
-        _kernels(output[0]),
+        kernels_of(output[0]),
         ptx_of(output[0]),
     )
 
@@ -283,40 +280,6 @@ def _thunks(folder: Path) -> tuple[list[str], dict[str, int]]:
     top = [found[1] for line in lines if (found := re.match(r"\d+: (k\w+)", line))]
     inside = [found[1] for line in lines if (found := re.match(r"\s+\d+: (k\w+)", line))]
     return top, dict(collections.Counter(inside))
-
-
-@contextmanager
-def _standard_output():
-    """What is written to the process's standard output: Mosaic reports there the PTX and what ptxas says of it."""
-    os.environ["MOSAIC_GPU_DUMP_PTX"] = os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    output = [""]
-    sys.stdout.flush()
-    with tempfile.TemporaryFile() as file:
-        saved = os.dup(1)
-        os.dup2(file.fileno(), 1)
-        try:
-            yield output
-        finally:
-            os.dup2(saved, 1)
-            os.close(saved)
-            file.seek(0)
-            output[0] = file.read().decode(errors="replace")
-
-
-def _kernels(text: str) -> list[Kernel]:
-    """What `ptxas -v` says, in its order."""
-    kernels, serialized = [], re.findall(r"wgmma.*serialized.*function '(.*?)'", text)
-    for part in re.split(r"Compiling entry function ", text)[1:]:
-        name = re.match(r"'(.*?)'", part)[1]
-        spills = [int(size) for size in re.findall(r"(\d+) bytes spill (?:stores|loads)", part)]
-        registers = int(re.search(r"Used (\d+) registers", part)[1])
-        kernels.append(Kernel(name, registers, sum(spills), name in serialized))
-    return kernels
-
-
-def ptx_of(text: str) -> tuple[str, ...]:
-    """The PTX of each kernel."""
-    return tuple(re.split(r"^(?=\.version )", text, flags=re.MULTILINE)[1:])
 
 
 def keys() -> list[tuple[str, int]]:
@@ -351,6 +314,51 @@ def cases(*, everything: bool) -> list[Case]:
     return [*found, Case(largest, 2, "masked_head", 64, constrains=True)]
 
 
+def allowed_temporary(case: Case) -> int:
+    """64 MiB, and beside them the logits, or in the larger token buckets what a layer makes of its rows: the residual
+    stream and its norm, the fused products, queries and results by head, the gated product."""
+    config = ModelConfig.from_hf(MODELS[case.model])
+    if case.program in ("head", "masked_head", "greedy_head", "score", "score_all"):
+        forms = 3 if case.program == "head" and case.bucket > 64 else 1
+        return 64 * MIB + forms * 4 * case.bucket * config.vocab_size
+    if case.bucket <= 64:
+        return 64 * MIB
+    (_, qkv), (heads, _), (_, gate_up) = (config.products[name] for name in ("qkv", "out", "gate_up"))
+    widths = 3 * config.hidden_size + qkv + 3 * heads + gate_up * 3 // 2
+    return 64 * MIB + case.bucket * 2 * widths
+
+
+def faults(compiled: Compiled) -> list[str]:
+    """What is wrong with a program."""
+    case = compiled.case
+    found = []
+    # A proposer writes the number of drafts of every slot anew.
+    made_anew = 4 * BUCKETS.rows[-1] if case.program.startswith("propose") else 0
+    if compiled.aliased < compiled.donated - made_anew:
+        found.append(f"{compiled.donated - compiled.aliased} donated bytes are copied")
+    if compiled.pool_copies:
+        found.append(f"pages are copied: {compiled.pool_copies[0]}")
+    if compiled.temporary > allowed_temporary(case):
+        found.append(f"{compiled.temporary / MIB:.1f} MiB temporary, {allowed_temporary(case) / MIB:.1f} are explained")
+    found += [f"{kernel.name} spills" for kernel in compiled.kernels if kernel.spilled_bytes]
+    found += [
+        "a WGMMA reads what was stored without a fence"
+        for text in compiled.ptx
+        if stores_for_wgmma(text) and not stores_before_wgmma_are_fenced(text)
+    ]
+    found += [f"{kernel.name} multiplies one after the other" for kernel in compiled.kernels if kernel.serialized]
+    small = len(compiled.thunks) < 5 and set(compiled.thunks) <= {"kCustomKernel", "kCopy", "kMemset"}
+    loops = case.program == "propose_by_model" and case.speculates != "medusa"  # one command buffer a draft
+    loops &= compiled.thunks.count("kWhile") == 1
+    if compiled.thunks != ["kCommandBuffer"] and not small and not loops:
+        found.append(f"not one command buffer: {compiled.thunks}")
+    if case.program == "body" and compiled.commands.get("kCustomCall", 0) < case.layers * (
+        5 if case.deterministic else 1
+    ):
+        found.append(f"our kernels are not in it: {compiled.commands}")
+    return found
+
+
 COLUMNS = ("program", "compiled in s", "in place MiB", "temporary MiB", "outside command buffers", "inside them")
 
 
@@ -383,13 +391,13 @@ def kernel_table(compiled: list[Compiled]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Print the tables."""
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables and what is wrong with the programs; 1 if anything is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="the whole models at one token bucket only")
     parser.add_argument("--only", default="", help="part of a program's name in the table: the others are left out")
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if reason := unavailable():
         parser.error(reason)
     target, found = Target(), []
@@ -400,10 +408,14 @@ def main() -> None:
         found.append(inspect(case, target))
         print(markdown(found[-1]), flush=True)
     print(f"\n{kernel_table(found)}")
+    wrong = [f"{compiled.case}: {fault}" for compiled in found for fault in faults(compiled)]
     if options.json is not None:
         rows = [asdict(replace(compiled, ptx=())) for compiled in found]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if wrong:
+        print("\nNot as it should be:\n\n" + "\n".join(f"- {fault}" for fault in wrong))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

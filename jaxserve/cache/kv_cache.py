@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -81,7 +82,10 @@ def write(
 
 def copy_pages(kv: KVCache, sources: Int[Array, " copies"], targets: Int[Array, " copies"]) -> KVCache:
     """Copy whole pages in every layer; a target out of range is dropped, sources are read before any write."""
-    return tuple(
-        layer._replace(pages=layer.pages.at[targets].set(layer.pages.at[sources].get(mode="clip"), mode="drop"))
-        for layer in kv
-    )
+    copied = []
+    for layer in kv:
+        pages = layer.pages.at[targets].set(layer.pages.at[sources].get(mode="clip"), mode="drop")
+        # One layer after the other: XLA would read the sources of all layers first, and keep them.
+        sources, pages = lax.optimization_barrier((sources, pages))
+        copied.append(layer._replace(pages=pages))
+    return tuple(copied)

@@ -37,11 +37,11 @@ def temporary_bound(engine, name: str, bucket: int) -> int:
     """What a program may need besides its arguments and results: a few copies of its activations, no pages.
 
     Each query row: the residual stream, the fused products and what attention makes of them. Attention: per
-    head and KV block of a group of tiles. Head: the logits in a few forms. Copies: the copied pages, twice.
+    head and KV block of a group of tiles. Head: the logits in a few forms. Copies: one layer's pages, twice.
     """
     config = engine.model_config
     if name == "copy_pages":
-        return 2 * bucket * engine.memory_plan.page_bytes
+        return 2 * bucket * engine.memory_plan.page_bytes // len(engine.runner.kv)
     if name in ("admit", "set_tables"):
         return 4096
     if name == "propose_ngram":  # a few numbers for each token that a slot may hold
