@@ -10,9 +10,12 @@ Passes    A row is read once for its maximum and once for the race, tile by tile
                                                is kept unasked)
               top_k and top_p                  the same, and up to `narrowing_passes` to find the k-th distance
               rejection                        2 of p and 2 of q; of either up to `narrowing_passes` with top_k, and as
-                                               many and 1 with top_p; 1 where the draft does not stand. A proposer
-                                               without a choice has no q to read
-          What XLA reads for the log-probabilities of rows that ask for them comes on top (`logprobs`).
+                                               many and 1 with top_p; 1 where the draft does not stand (and 1 of p
+                                               if rounding leaves no p - q). A proposer without a choice has
+                                               no q to read
+          Log-probabilities are XLA's and come on top, for all rows (`logprobs`, without branches): a row is read for
+          its maximum, the mass, the token's rank and the maxima of blocks of 32 tokens, 4 times 4 * vocab bytes where
+          nothing is fused, and of the blocks with the largest maxima once more, 4 * 32 * max_logprobs bytes.
 Order     Sums are sums of integers and a race has one winner, so neither tiles nor lanes have an order.
 Bits      The arithmetic is that of `sampler.py`, operation by operation: interpreted, the tokens are the reference's.
           Compiled, exp and log are the GPU's and log1p is `passes.log1p`, so the noise has other last bits than on a

@@ -10,6 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -17,7 +18,16 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jaxserve.config import ACCEPTANCE_RULES
 from jaxserve.kernels_pallas import hopper, verify_draft
-from jaxserve.kernels_pallas.verify_draft import choose_verify, mosaic, noise, passes, reference
+from jaxserve.kernels_pallas.verify_draft import (
+    DraftLogits,
+    DraftRows,
+    choose_verify,
+    mosaic,
+    noise,
+    passes,
+    reference,
+    sampler,
+)
 from jaxserve.kernels_pallas.verify_draft.passes import Config
 from jaxserve.sampling_params import SamplingParams
 from tests.interpreter import watched_races
@@ -106,6 +116,55 @@ def test_a_few_shapes(shape, config):
     same_as_reference(make_case(**shape), "agreement", "certain", config)
 
 
+# The target's and the proposer's probabilities are far apart, so that few draws show what goes wrong. The family of
+# chi-square tests fails by chance with probability FAMILY_ALPHA (Bonferroni; seeds are fixed), and misses tokens that
+# came from the target where they should have come from what the proposer leaves over with less than 10 %.
+TARGET, PROPOSER = np.array([0.47, 0.45, 0.05, 0.03]), np.array([0.5, 0.02, 0.24, 0.24])
+NOT_FILTERED, FILTERED = {}, {"temperature": 0.8, "top_k": 3, "top_p": 0.97}
+FAMILY_ALPHA, DRAWS = 1e-3, 192
+
+
+def chance(observed: np.ndarray, p: np.ndarray) -> float:
+    """The p-value of counts of tokens; zero if there are some that cannot be."""
+    kept = p > 0
+    return float(observed[~kept].sum() == 0) * scipy.stats.chisquare(observed[kept], p[kept] * observed.sum()).pvalue
+
+
+def power(p: np.ndarray, other: np.ndarray, alpha: float) -> float:
+    """How probably DRAWS tokens of another distribution are told from those of p."""
+    freedom, shift = (p > 0).sum() - 1, DRAWS * ((other - p)[p > 0] ** 2 / p[p > 0]).sum()
+    return scipy.stats.ncx2.sf(scipy.stats.chi2.isf(alpha, freedom), freedom, shift)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ACCEPTANCE_RULES)
+@pytest.mark.parametrize("given", [NOT_FILTERED, FILTERED], ids=["not filtered", "filtered"])
+def test_tokens_are_distributed_as_the_target_says(rule, given):
+    """One draft a request, sampled by the proposer: the token at its place, and the one behind it."""
+    params = SamplingParams(**given)
+    target, proposer = (np.log(p).astype(np.float32) for p in (TARGET, PROPOSER))
+    p, q = (exact_distribution(logits, params) for logits in (target, proposer))
+    seeds = np.stack([np.arange(DRAWS), np.full(DRAWS, 5)], axis=1).astype(np.uint32)
+    rows = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf), DRAWS, axis=0), rows_of([params]))._replace(seed=seeds)
+    positions = np.zeros(DRAWS, np.int32)
+    drafts = np.asarray(jax.jit(sampler.sample)(np.tile(proposer, (DRAWS, 1)), rows, positions))
+    pairs = lambda first, second: np.stack([first, second], axis=1).reshape(-1)
+    every = jax.tree.map(lambda leaf: np.repeat(leaf, 2, axis=0), rows)
+    runs = DraftRows(pairs(positions, positions + 1), pairs(positions - 1, drafts), np.ones(2 * DRAWS, bool))
+    offered = DraftLogits(proposer[None], np.zeros(2 * DRAWS, np.int32)) if rule == "rejection" else None
+    call = functools.partial(mosaic.verify_draft, config=SHORT, interpret=hopper.interpreted(detect_races=False))
+    arguments = np.tile(target, (2 * DRAWS, 1)), every, pairs(positions, positions + 1), runs
+    tokens = np.asarray(jax.jit(call, static_argnames="rule")(*arguments, rule=rule, draft_logits=offered))
+    alpha = FAMILY_ALPHA / (2 * len(ACCEPTANCE_RULES) * 2)
+    for found in tokens.reshape(DRAWS, 2).T:
+        assert chance(np.bincount(found, minlength=len(p)), p) > alpha
+    common = np.minimum(p, q)
+    assert power(p, common + (1 - common.sum()) * p, alpha) > 0.9
+    if rule == "rejection":
+        accepted = int((tokens.reshape(DRAWS, 2)[:, 0] == drafts).sum())
+        assert scipy.stats.binomtest(accepted, DRAWS, common.sum()).pvalue > alpha
+
+
 def test_rows_that_are_not_finite_end_and_disturb_no_other():
     case = make_case(ROWS, 1, VOCAB)
     logits = case.logits.copy()
@@ -142,10 +201,16 @@ def expected_reads(logits: np.ndarray, params: SamplingParams, position: int) ->
     return reads
 
 
-def test_bytes_read_are_as_stated(monkeypatch):
-    copies = []
+@pytest.fixture
+def copies(monkeypatch) -> list:
+    """Grows by one with each bulk copy of a tile."""
+    made = []
     copy = gpu_callbacks.copy_gmem_to_smem
-    monkeypatch.setattr(gpu_callbacks, "copy_gmem_to_smem", lambda **given: (copies.append(1), copy(**given))[1])
+    monkeypatch.setattr(gpu_callbacks, "copy_gmem_to_smem", lambda **given: (made.append(1), copy(**given))[1])
+    return made
+
+
+def test_bytes_read_are_as_stated(copies):
     vocab = 1024
     rng = np.random.default_rng(4)
     sample = interpreted(mosaic.sample, SMALL)
@@ -158,6 +223,37 @@ def test_bytes_read_are_as_stated(monkeypatch):
             least = expected_reads(logits[0], params, 7)
             narrows = params.temperature > 0 and 0 < params.top_k < vocab and params.top_p < 1
             assert least + narrows <= reads <= least + narrows * SMALL.narrowing_passes
+
+
+@pytest.mark.parametrize("drafter", ["certain", pytest.param("sampled", marks=pytest.mark.slow)])
+def test_bytes_read_by_rejection_are_as_stated(copies, drafter):
+    """One draft that stands or not; the row behind it does not exist, the draft's own row is the sampler's."""
+    vocab, rng = 512, np.random.default_rng(6)
+    interpret = hopper.interpreted(detect_races=False)
+    verify_one = jax.jit(functools.partial(mosaic.verify_draft, config=SMALL, interpret=interpret, rule="rejection"))
+    behind = SamplingParams(temperature=0)  # of the draft's own row: read once
+    outcomes = set()
+    for kind in ({}, {"temperature": 0}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9, "min_p": 0.001}):
+        params = SamplingParams(seed=3, **kind)
+        logits = rng.normal(size=(2, vocab)).astype(np.float32)
+        logits[0, 5] += 8
+        for draft in (int(logits[0].argmax()), int(logits[0].argmin())):  # the other has no place in the filters
+            runs = DraftRows(np.arange(2, dtype=np.int32), np.array([-1, draft], np.int32), np.ones(2, bool))
+            proposed = logits[:1] * np.float32(0.8) if drafter == "sampled" else None  # more even than the target
+            offered = None if proposed is None else DraftLogits(proposed, np.zeros(2, np.int32))
+            copies.clear()
+            arguments = logits, rows_of([params, behind]), np.array([7, 8], np.int32), runs
+            token = int(np.asarray(verify_one(*arguments, draft_logits=offered))[0])
+            reads = len(copies) * SMALL.tile / vocab - 1
+            if params.temperature == 0:
+                assert reads == 1
+                continue
+            rows = 2 if drafter == "sampled" else 1
+            least = rows * (2 + (params.top_p < 1) + (token != draft))
+            searches = rows * ((params.top_k > 0) + (params.top_p < 1))
+            assert least + searches <= reads <= least + searches * SMALL.narrowing_passes
+            outcomes.add(token == draft)
+    assert outcomes == {True, False}
 
 
 def test_log1p_is_accurate():
