@@ -62,26 +62,39 @@ def test_no_tile_of_the_product_spills(target, shape, dtype):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 3), (128, 4)])
-def test_the_ptx_of_attention(target, head_dim, group):
-    """What interpretation cannot see: queries are fenced off from the WGMMA that reads them, and both kernels do the
-    same arithmetic, so that a row has the same bits in either."""
-    tokens, slots, page_size, kv_heads = 136, 8, 64, 2
+@pytest.mark.parametrize(
+    ("head_dim", "group", "page_size", "dtype", "window", "cap"),
+    [
+        (64, 3, 64, "bfloat16", None, None),
+        (128, 4, 64, "bfloat16", None, None),
+        (64, 3, 128, "float16", 1000, None),
+        (64, 8, 16, "bfloat16", None, 30.0),
+        (128, 4, 16, "float16", 1000, 30.0),
+        (128, 1, 32, "bfloat16", 1000, None),
+        (128, 8, 128, "bfloat16", None, 30.0),
+    ],
+)
+def test_the_ptx_of_attention(target, head_dim, group, page_size, dtype, window, cap):
+    """What interpretation cannot see: nothing spills, queries are fenced off from the WGMMA that reads them, and both
+    kernels do the same arithmetic, so that a row has the same bits in either."""
+    tokens, slots, kv_heads = 136, 8, 2
     backend = mosaic_backend(mosaic_attention(head_dim=head_dim, group=group, max_model_len=gpu_compile.MAX_LEN))
 
     def attend(work, table, slot, position, q, pages):
         work = backend.work.unpack(work, tokens)
         prepared = backend.prepare(work, table, slot, position, num_pages=len(pages), page_size=page_size)
-        return backend.attend(q, pages, prepared, scale=head_dim**-0.5)
+        return backend.attend(q, pages, prepared, scale=head_dim**-0.5, window=window, logit_soft_cap=cap)
 
     integers = [(backend.work.size(tokens),), (slots, gpu_compile.MAX_LEN // page_size), (tokens,), (tokens,)]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in integers]
     for shape in ((tokens, kv_heads * group, head_dim), (1021, 2, kv_heads, page_size, head_dim)):
-        arguments.append(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+        arguments.append(jax.ShapeDtypeStruct(shape, dtype))
     with compiler_output() as output:
         target.lower(attend, arguments).compile()
     ptx = {kernel_name(text): text for text in ptx_of(output[0])}
     assert set(ptx) == {"paged_decode", "combine_splits", "paged_prefill"}
+    kernels = kernels_of(output[0])
+    assert [(kernel.spilled_bytes, kernel.serialized) for kernel in kernels] == [(0, False)] * 3
     assert arithmetic(ptx["paged_decode"]) == arithmetic(ptx["paged_prefill"])
     assert all(stores_before_wgmma_are_fenced(ptx[name]) for name in ("paged_decode", "paged_prefill"))
 
