@@ -31,7 +31,7 @@ from jaxserve.kernels_pallas.paged_attention.mosaic.prefill import paged_prefill
 from jaxserve.kernels_pallas.paged_attention.mosaic.work_list import WorkFormat, WorkList
 
 DTYPES = ("bfloat16", "float16")
-HEAD_DIMS = (64, 128)  # the decode kernel takes 256 too; the prefill kernel has too few registers for it
+HEAD_DIMS = (64, 128)  # at 256 both kernels spill registers; by how much is in docs/ARCHITECTURE.md
 DEFAULT_PAGE_SIZE = 64  # a page is a block: one bulk copy of 16 KiB at head_dim 128
 _END = 2**24  # behind every split
 _ALL = 2**30  # more than there are
