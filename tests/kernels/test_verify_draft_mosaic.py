@@ -225,7 +225,8 @@ def test_bytes_read_are_as_stated(copies):
             assert least + narrows <= reads <= least + narrows * SMALL.narrowing_passes
 
 
-@pytest.mark.parametrize("drafter", ["certain", pytest.param("sampled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["certain", "sampled"])
 def test_bytes_read_by_rejection_are_as_stated(copies, drafter):
     """One draft that stands or not; the row behind it does not exist, the draft's own row is the sampler's."""
     vocab, rng = 512, np.random.default_rng(6)
