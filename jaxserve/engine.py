@@ -186,8 +186,7 @@ class Engine:
         return outputs
 
     def _is_compiled(self, plan: StepPlan) -> bool:
-        kind = {"greedy": plan.only_greedy, "masked": plan.constrained}
-        return self.runner.is_compiled(plan.num_tokens, plan.num_sampled, plan.num_drafting, **kind)
+        return self.runner.is_compiled(plan.num_tokens, plan.num_sampled, plan.num_drafting, **plan.head_kind)
 
     def _dispatch(self, plan: StepPlan, arrived: InFlight | None = None) -> tuple[InFlight, InFlight | None]:
         """Dispatch a step. One with masks takes in the one before it (`arrived`) while its body runs: only the head
@@ -207,8 +206,8 @@ class Engine:
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
         self._metrics.step(plan.num_tokens)
         runs = Runs.of_columns(slots, latest, counts, samples, drafts)
-        kind = {"greedy": plan.only_greedy, "masked": plan.constrained}
-        return Begun(plan, wanted_rows(plan), self.runner.compute(runs, plan.new_pages, **kind), perf_counter())
+        computed = self.runner.compute(runs, plan.new_pages, **plan.head_kind)
+        return Begun(plan, wanted_rows(plan), computed, perf_counter())
 
     def _sample(self, begun: Begun) -> InFlight:
         plan, wanted, computed, dispatched_at = begun
@@ -283,15 +282,10 @@ class Engine:
                 del sampled[taken:]
                 whole = whole_rows.get(request, -1) if whole_rows else -1
                 output = completion(request, sampled, result, sampled_row, whole, version)
-                generated += taken
-                if output.finish_reason is not None:
-                    generated -= taken - len(sampled)  # what stands behind a stop string
-                    if request.state is not RequestState.FINISHED:
-                        self.scheduler.finish(request)  # a stop string: known only now
-                if (deltas := new.get(request.request_id)) is None:
-                    new[request.request_id] = [output]
-                else:
-                    deltas.append(output)
+                generated += len(sampled)  # without what stands behind a stop string
+                if output.finish_reason is not None and request.state is not RequestState.FINISHED:
+                    self.scheduler.finish(request)  # a stop string: known only now
+                new.setdefault(request.request_id, []).append(output)
             elif request.finish_reason == "error":
                 self._fail(entry, new)
             elif request.finish_reason != ended:  # nothing was to be sampled

@@ -165,6 +165,12 @@ class Request:
             return 0
         return tokens - self.num_computed
 
+    @property
+    def most_drafts(self) -> int:
+        """How many draft tokens may stand behind the next token, if all those in flight are accepted."""
+        known = len(self.token_ids) + self.num_in_flight + self.drafts_in_flight
+        return max(self.max_total_tokens - 1 - known, 0)
+
     def hashes(self, count: int, page_size: int) -> list[bytes]:
         """The hashes of the first `count` full pages, whose token ids must be on the host."""
         while len(self.page_hashes) < count:
@@ -192,6 +198,22 @@ class Request:
                 self.finish_reason = "length"
                 break
         return taken
+
+    def fail_without_token(self) -> None:
+        """The step could sample nothing: the request's own fields forbid every token."""
+        self.finish_reason = "error"
+        self.error = (
+            f"{NO_TOKEN_LEFT} at position {len(self.token_ids)}: allowed_token_ids, bad_words, logit_bias, "
+            "min_tokens and structured_outputs together forbid all"
+        )
+
+    def fail_with_overflow(self, start: int, count: int) -> None:
+        """The step that computed these positions gave NaN or infinity."""
+        self.finish_reason = "error"
+        self.error = (
+            f"activations at positions {start} to {start + count - 1} are not finite (NaN or infinity): "
+            "the weights, the dtype or the prompt overflow"
+        )
 
 
 @dataclass(eq=False, slots=True)

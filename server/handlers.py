@@ -167,25 +167,26 @@ class Generation:
             with refusals(FIELD_NAMES):
                 prompts = service.checked(request.prompts(), self._params)
             return EmbeddingBuilder(request, self._params, prompts, service.tokenizer, **names)
-        is_chat, tools = isinstance(request, ChatCompletionRequest), None
-        form_names = self._form_names
-        if is_chat and not form_names and request.structured_outputs is None and request.may_call:
+        if isinstance(request, ChatCompletionRequest):
+            return self._prepare_chat(names)
+        with refusals({**self._form_names, **self._names}):
+            prompts = service.checked(request.prompts(), self._beams or self._params)
+        return CompletionBuilder(request, self._params, prompts, service.tokenizer, **names)
+
+    def _prepare_chat(self, names: dict[str, str]) -> AnswerBuilder:
+        service, request, form_names = self._service, self._request, self._form_names
+        if not form_names and request.structured_outputs is None and request.may_call:
             form_names = {"structured_outputs": "tools"}
         with refusals({**form_names, **self._names}):
-            if is_chat:
-                tools = service.tool_calling(request)
-                prompts = [service.chat_prompt(request.messages, request.rendering())]
-                begun = service.thinks_at_once(prompts[0]["prompt"])
-                if begun is not None and shows_special_tokens(service.tokenizer.special_tokens):
-                    self._params = replace(self._params, skip_special_tokens=False)
-                if tools is not None:
-                    self._params = tools.params(self._params, begun)
-            else:
-                prompts = request.prompts()
-            prompts = service.checked(prompts, self._beams or self._params)
-        if not is_chat:
-            return CompletionBuilder(request, self._params, prompts, service.tokenizer, **names)
-        reader = partial(service.message_reader, request, self._params, prompts[0].get("prompt", ""), tools)
+            tools = service.tool_calling(request)
+            prompt = service.chat_prompt(request.messages, request.rendering())
+            begun = service.thinks_at_once(prompt["prompt"])
+            if begun is not None and shows_special_tokens(service.tokenizer.special_tokens):
+                self._params = replace(self._params, skip_special_tokens=False)
+            if tools is not None:
+                self._params = tools.params(self._params, begun)
+            prompts = service.checked([prompt], self._beams or self._params)
+        reader = partial(service.message_reader, request, self._params, begun, tools)
         return self._chat_builder(request, self._params, prompts, service.tokenizer, reader=reader, **names)
 
 

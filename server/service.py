@@ -217,10 +217,10 @@ class Service:
         return PARSERS[self.config.reasoning_parser] or prompt.rstrip().endswith(BEGIN)
 
     def message_reader(
-        self, request: ChatCompletionRequest, params: SamplingParams, prompt: str, tools: ToolCalling | None
+        self, request: ChatCompletionRequest, params: SamplingParams, begun: bool | None, tools: ToolCalling | None
     ) -> MessageReader:
-        """What reads a choice of the answer to a chat."""
-        reasoning, begun = None, self.thinks_at_once(prompt)
+        """What reads a choice of the answer to a chat; `begun` is what `thinks_at_once` says."""
+        reasoning = None
         # An answer of a given form is all answer, but for the grammars of tools, which have room for thoughts.
         if begun is not None and (params.structured_outputs is None or tools is not None):
             reasoning = ReasoningReader(begun=begun)

@@ -196,10 +196,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    best = lambda measure: min((measure() for _ in range(options.repeats)), key=itemgetter("step"))
+    repeats = 1 if options.profile else options.repeats
+    best = lambda measure: min((measure() for _ in range(repeats)), key=itemgetter("step"))
     for running in options.running:
         found = best(lambda running=running: decode_steps(running, profile=options.profile))
-        found["prefix cache"] = min(prefix_cache_us(running) for _ in range(options.repeats))
+        found["prefix cache"] = min(prefix_cache_us(running) for _ in range(repeats))
         print(f"{running} running: " + ", ".join(f"{name} {value:.0f} us" for name, value in found.items()), flush=True)
     print("trace: " + ", ".join(f"{name} {value:.0f} us" for name, value in best(trace_steps).items()))
 

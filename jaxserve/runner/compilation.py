@@ -25,6 +25,7 @@ from jax.experimental import serialize_executable
 from jaxserve.kernels_pallas.cpu.library import cpu_description
 
 _STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled models; the default thread stack overflows
+_NAMES: dict[Hashable, str] = {}  # of the entries of programs that this process has lowered
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,6 @@ class Compiler:
             lowered = _lower(program)
             name = _NAMES[known] = _key(lowered, self.devices, self.options)
         return self.cache_dir / name, lowered
-
-
-_NAMES: dict[Hashable, str] = {}  # of the entries of programs that this process has lowered
 
 
 def _lower(program: Program) -> jax.stages.Lowered:

@@ -40,8 +40,8 @@ class StepPlan:
 
     `num_tokens` (query rows), `num_sampled` (rows of the head), `num_drafting` (entries with drafts), `only_greedy`
     (every token to be sampled is just the largest logit's), `constrained` (some may be only what the form of the output
-    allows) and `wants_rows` (some request wants log-probabilities
-    besides those that the head gives) are those of the entries.
+    allows) and `wants_rows` (some request wants log-probabilities besides those that the head gives) are those of the
+    entries.
     """
 
     entries: list[PlanEntry] = field(default_factory=list)
@@ -68,6 +68,11 @@ class StepPlan:
                     self.constrained = True
         if request.wants_rows:
             self.wants_rows = True
+
+    @property
+    def head_kind(self) -> dict[str, bool]:
+        """Which head samples the rows, as the runner is asked for it."""
+        return {"greedy": self.only_greedy, "masked": self.constrained}
 
     def __bool__(self) -> bool:
         return bool(self.entries)

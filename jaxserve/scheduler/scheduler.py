@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Protocol, runtime_checkable
 
 from jaxserve.cache.block_pool import BlockPool
-from jaxserve.request import NO_TOKEN_LEFT, Request, RequestState
+from jaxserve.request import Request, RequestState
 from jaxserve.scheduler.buckets import Buckets
 from jaxserve.scheduler.held_pages import HeldPages
 from jaxserve.scheduler.plan import Admission, PlanEntry, StepPlan
@@ -153,17 +153,10 @@ class Scheduler:
 
     def _fail(self, request: Request, entry: PlanEntry, finite: bool) -> None:
         """End a request with an error that says what was wrong with its step."""
-        request.finish_reason = "error"
         if finite:
-            request.error = (
-                f"{NO_TOKEN_LEFT} at position {len(request.token_ids)}: allowed_token_ids, bad_words, logit_bias, "
-                "min_tokens and structured_outputs together forbid all"
-            )
+            request.fail_without_token()
         else:
-            request.error = (
-                f"activations at positions {entry.start} to {entry.start + entry.count - 1} are not finite "
-                "(NaN or infinity): the weights, the dtype or the prompt overflow"
-            )
+            request.fail_with_overflow(entry.start, entry.count)
             self.pool.forget(request.pages[entry.start // self.page_size :])
         self.finish(request)
 
@@ -227,9 +220,7 @@ class Scheduler:
             room //= 2
         lengths = []
         for request, length in zip(decoding, self.draft_lengths.choose(decoding, max(room, 0)), strict=True):
-            most = request.max_total_tokens - 1 - len(request.token_ids) - request.num_in_flight
-            length = max(min(length, most - request.drafts_in_flight), 0)
-            lengths.append(0 if request.only_scores else length)
+            lengths.append(min(length, request.most_drafts))
         return lengths
 
     def _plan_prefills(self, plan: StepPlan, prefilling: list[Request]) -> None:

@@ -1,4 +1,4 @@
-"""Batches: answers are a server's, wrong lines are error lines, and a killed batch is continued."""
+"""Batches: answers are a server's, wrong lines are error lines, and what is missing of an output is completed."""
 
 import json
 

@@ -11,17 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from cli_tools import run
-from evaluation_tools import (
-    CHOICE,
-    ENGINE,
-    GENERATE,
-    LABELS,
-    TEXTS,
-    lines_of,
-    run_job,
-    without_times,
-    write_job,
-)
+from evaluation_tools import CHOICE, ENGINE, GENERATE, LABELS, TEXTS, lines_of, run_job, without_times, write_job
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.evaluation.config import load_job
