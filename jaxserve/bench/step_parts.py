@@ -2,7 +2,11 @@
 
 Each row of the table is a batch size and a context length; each part is a program of its own over the same arrays.
 Backends take turns, so that what else the machine does hits all of them alike; a figure is the least of the
-repeats. `rest` is the body without its products and attention: norms, rotations, writing keys and values.
+repeats. `rest` is the body without its products and attention: norms, rotations, writing keys and values. `sampling` is
+what the head takes longer where every row samples (temperature 0.8, top_p 0.95; from random logits, the flattest there
+are). `host` is what `host_work` finds for so many requests; it runs while the device computes.
+
+Beside each part stands its limit: the larger of its bytes over --bandwidth and its operations over --rate.
 """
 
 import argparse
@@ -15,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import Engine, SamplingParams
+from jaxserve.bench.host_work import decode_steps
+from jaxserve.models.config import ModelConfig
 from jaxserve.runner import inputs
 from jaxserve.runner.inputs import Runs
 from jaxserve.runner.slots import pack_admission
@@ -83,7 +89,7 @@ class Parts:
             "products": lambda: self._products(runner.weights, self.hidden, self.count),
             "attention": lambda: self._attention(runner.kv, runner.slots, self.packed, self.q, jnp.int32(self.context)),
             "body": self._body,
-            "head, greedy": partial(self.head, greedy=True),
+            "head": partial(self.head, greedy=True),
         }
 
     def _body(self) -> object:
@@ -132,17 +138,52 @@ def measure(engines: dict[str, Engine], batch: int, context: int, repeats: int) 
                         best[name][what] = min(took, best[name].get(what, took))
     for figures in best.values():
         figures["rest"] = figures["body"] - figures["products"] - figures["attention"]
+        figures["sampling"] = figures["head, sampled"] - figures["head"]
     return best
 
 
+def limits(
+    config: ModelConfig, batch: int, context: int, *, itemsize: int, bandwidth: float, rate: float
+) -> dict[str, float]:
+    """The least milliseconds of each part at `bandwidth` GB/s and `rate` GFLOP/s; a device without a host has 0."""
+    layers = config.num_layers
+    sides = {name: side for name, side in config.products.items() if name != "head"}
+    weights = layers * sum(rows * columns for rows, columns in sides.values())
+    head = config.vocab_size * config.hidden_size
+    keys = layers * batch * context
+    most = lambda bytes, operations: 1e3 * max(bytes / (1e9 * bandwidth), operations / (1e9 * rate))
+    row = sum(columns + rows for rows, columns in sides.values())  # what the products take and give, once
+    return {
+        "products": most(itemsize * weights, 2 * batch * weights),
+        "attention": most(
+            2 * itemsize * keys * config.num_kv_heads * config.head_dim, 4 * keys * config.num_heads * config.head_dim
+        ),
+        "rest": most(layers * batch * row * itemsize, 0),
+        "head": most(itemsize * head, 2 * batch * head),
+        "sampling": most(4 * batch * config.vocab_size, 0),
+        "host": 0.0,
+    }
+
+
+PARTS = ("products", "attention", "rest", "head", "sampling", "host")
+
+
+def line(name: str, batch: int, context: int, figures: dict[str, float], least: dict[str, float]) -> str:
+    """A row of the table: each part and its limit, and what a greedy step takes in all."""
+    cells = [f"{figures[part]:.1f} | {least[part]:.1f}" for part in PARTS]
+    return f"| {name} | {batch} | {context} | {' | '.join(cells)} | {figures['body'] + figures['head']:.1f} |"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub id (default: the demo model)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--backends", nargs="*", default=["native", "xla"], choices=["native", "xla"])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="*", type=int, default=[80, 512, 2040])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bandwidth", type=float, default=15.0, help="GB/s of memory")
+    parser.add_argument("--rate", type=float, default=150.0, help="GFLOP/s of arithmetic in float32")
     options = parser.parse_args()
     engines = {
         name: Engine(
@@ -156,13 +197,17 @@ def main() -> None:
         )
         for name in options.backends
     }
-    shown = ("products", "attention", "rest", "body", "head, greedy", "head, sampled")
-    print(f"{'milliseconds':<10} {'batch':>5} {'context':>7} " + " ".join(f"{name:>13}" for name in shown))
+    host = {batch: 1e-3 * decode_steps(batch)["step"] for batch in options.batches}
+    print("| ms | batch | context | " + " | limit | ".join(PARTS) + " | limit | greedy step |")
+    print("|---" * (2 * len(PARTS) + 4) + "|", flush=True)
     for context in options.contexts:
         for batch in options.batches:
             for name, figures in measure(engines, batch, context, options.repeats).items():
-                line = " ".join(f"{figures[what]:13.2f}" for what in shown)
-                print(f"{name:<12} {batch:>5} {context:>7} {line}", flush=True)
+                runner = engines[name].runner
+                itemsize = runner.weights.embed.dtype.itemsize
+                known = {"itemsize": itemsize, "bandwidth": options.bandwidth, "rate": options.rate}
+                least = limits(engines[name].model_config, batch, context, **known)
+                print(line(name, batch, context, figures | {"host": host[batch]}, least), flush=True)
 
 
 if __name__ == "__main__":
