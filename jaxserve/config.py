@@ -37,7 +37,8 @@ class SpeculativeConfig:
         method: `ngram` proposes what followed the last tokens when they last occurred (prompt lookup); `draft_model`
             lets a smaller model of the same vocabulary go ahead; `eagle` and `eagle3` continue the model's hidden
             states by a head of one layer; `medusa` guesses each position from the last of them by a head of its own.
-        model: `draft_model`: its name, as `EngineConfig.model`; for the heads their folder or hub id.
+        model: `draft_model`: its name, as `EngineConfig.model`; for the heads their folder or hub id. The demo model
+            has an EAGLE head of its own, which is taken where none is named.
         num_speculative_tokens: the most draft tokens of a request in a step.
         length_control: `auto` chooses a length for each request and step by what its drafts were accepted and by what
             a row of the step costs, `fixed` always takes `num_speculative_tokens`.

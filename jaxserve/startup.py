@@ -15,6 +15,7 @@ from flax import nnx
 from jaxserve.cache.block_pool import BlockPool
 from jaxserve.cache.kv_cache import KVLayout
 from jaxserve.cache.memory import CPU_TOKENS_PER_REQUEST, MemoryPlan, device_memory, plan_memory
+from jaxserve.checkpoint.demo_model import demo_head_folder
 from jaxserve.checkpoint.draft_head import load_head, read_head
 from jaxserve.checkpoint.hugging_face import dtype_of, read_config, read_generation_defaults
 from jaxserve.checkpoint.loading import load_decoder, model_folder
@@ -75,6 +76,7 @@ class Model(NamedTuple):
     defaults: SamplingParams = SamplingParams()
     head: HeadConfig | None = None
     pooling: StoredPooling | None = None  # what the checkpoint says of embeddings
+    is_demo: bool = False
 
 
 class Prepared(NamedTuple):
@@ -264,9 +266,12 @@ def _draft_model(config: EngineConfig, model: Model, decoder: Decoder | DraftHea
         raise ValueError(f"speculative_config.method={method!r}: it must be another on a mesh: it runs on one device")
     if decoder is not None:
         return _given_draft(decoder, method, model)
-    if speculative.model is None:
+    if speculative.model is not None:
+        folder = model_folder(speculative.model)
+    elif method == "eagle" and model.is_demo:
+        folder = demo_head_folder()
+    else:
         raise ValueError(f"speculative_config.model=None: it must name a model or a head with method={method!r}")
-    folder = model_folder(speculative.model)
     if method != "draft_model":
         head = read_head(folder, method, model.config)
         if isinstance(head, MedusaConfig):  # what is not used is not loaded
@@ -358,7 +363,8 @@ def _named(config: EngineConfig, tokenizer: Tokenizer | None) -> Model:
     dtype = dtype_of(model_config, config.dtype)
     load = lambda: load_decoder(folder, dtype=dtype, max_model_len=config.max_model_len, mesh=config.mesh)
     pooling = read_pooling(folder) if config.runner != "generate" else None
-    return Model(model_config, dtype, tokenizer, load, _defaults(config, folder), pooling=pooling)
+    defaults = _defaults(config, folder)
+    return Model(model_config, dtype, tokenizer, load, defaults, pooling=pooling, is_demo=config.model is None)
 
 
 def _defaults(config: EngineConfig, folder: Path) -> SamplingParams:

@@ -21,6 +21,7 @@ from jaxserve.server.forms import (
     ToolDefinition,
 )
 from jaxserve.server.protocol import ChatChunkChoice, ChatCompletionRequest, IgnoredFields
+from jaxserve.text.chat_template import ROLES
 from jaxserve.validation import require
 
 
@@ -126,7 +127,10 @@ def _message(item: dict[str, Any], field: str) -> dict[str, Any] | None:
         }
     if kind == "function_call_output":
         return {"role": "tool", "tool_call_id": text("call_id"), "content": text("output")}
-    return {"role": item.get("role"), "content": text("content")}
+    # Known before it is one of a chat's messages, which count `instructions` and not the reasoning.
+    role = item.get("role")
+    require(isinstance(role, str) and role in ROLES, f"{field}.role", role, f"one of {', '.join(map(repr, ROLES))}")
+    return {"role": role, "content": text("content")}
 
 
 def _text(content: Any, field: str) -> str:

@@ -107,3 +107,15 @@ def test_decoded_and_recomputed(alone):
 
 def _fields(params: SamplingParams) -> dict:
     return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+
+
+def test_with_the_head_that_comes_with_it(alone):
+    """It need not be named; first drafts of a greedy answer are right two times in five, as when it was trained."""
+    drafts = {"method": "eagle", "num_speculative_tokens": 3, "length_control": "fixed"}
+    greedy = SamplingParams(temperature=0, max_tokens=48)
+    with smollm2(64, speculative_config=drafts) as engine:
+        assert_same(run(engine, TARGETS), alone)
+        engine.reset_stats()
+        run(engine, [("<|im_start|>user\nWhat is a lighthouse?<|im_end|>\n<|im_start|>assistant\n", greedy)])
+        stats = engine.stats()
+    assert stats["spec_num_accepted_tokens_pos_0"] > 0.25 * stats["spec_num_drafts"]

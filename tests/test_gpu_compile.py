@@ -72,6 +72,9 @@ def test_no_tile_of_the_product_spills(target, shape, dtype):
         (128, 4, 16, "float16", 1000, 30.0),
         (128, 1, 32, "bfloat16", 1000, None),
         (128, 8, 128, "bfloat16", None, 30.0),
+        (256, 1, 64, "bfloat16", None, None),
+        (256, 8, 64, "float16", None, 50.0),
+        (256, 2, 16, "bfloat16", 1000, 50.0),
     ],
 )
 def test_the_ptx_of_attention(target, head_dim, group, page_size, dtype, window, cap):

@@ -118,18 +118,32 @@ def attention_bits(report: Report, sizes: Sizes) -> None:
 
 
 def decode_speed(report: Report, sizes: Sizes) -> None:
-    """Bytes of keys and values per second; the share is that of the data sheet's bandwidth."""
-    for page_size in sizes.page_sizes:
-        for context in sizes.contexts:
-            for batch in sizes.batch_sizes:
-                # All of it for pages of one size; of others, what tells them apart.
-                extra = page_size != sizes.page_size and (batch, context) != sizes.typical
-                if batch * context > sizes.most_keys or extra:
-                    continue
-                if not report.has_time(f"decode {batch} x {context}, pages of {page_size}"):
-                    continue
-                (case,) = (c for c in cases([batch], [context], [], 7) if c.name.startswith("decode"))
-                _time(report, sizes, case, context, page_size, bandwidth=True)
+    """Bytes of keys and values per second; the share is that of the data sheet's bandwidth. Every batch and context
+    with pages of one size, and of others what tells them apart."""
+    for batch, context in sizes.decoded:
+        if report.has_time(_decode_name(batch, context, sizes.page_size)):
+            _time_decode(report, sizes, batch, context, sizes.page_size)
+    for page_size in sizes.page_sizes[1:]:
+        if report.has_time(_decode_name(*sizes.typical, page_size)):
+            _time_decode(report, sizes, *sizes.typical, page_size)
+
+
+def decode_speed_of_other_pages(report: Report, sizes: Sizes) -> None:
+    """What `decode_speed` leaves out, as far as there is time."""
+    for page_size in sizes.page_sizes[1:]:
+        for batch, context in sizes.decoded:
+            name = _decode_name(batch, context, page_size)
+            if (batch, context) != sizes.typical and report.has_time(name, needed=False):
+                _time_decode(report, sizes, batch, context, page_size)
+
+
+def _decode_name(batch: int, context: int, page_size: int) -> str:
+    return f"decode {batch} x {context}, pages of {page_size}"
+
+
+def _time_decode(report: Report, sizes: Sizes, batch: int, context: int, page_size: int) -> None:
+    (case,) = (case for case in cases([batch], [context], [], 7) if case.name.startswith("decode"))
+    _time(report, sizes, case, context, page_size, bandwidth=True)
 
 
 def verify_speed(report: Report, sizes: Sizes) -> None:
@@ -170,3 +184,4 @@ def _time(report: Report, sizes: Sizes, case: Case, longest: int, page_size: int
 
 CORRECTNESS = {"attention numbers": attention_numbers, "attention bits": attention_bits}
 SPEED = {"decode speed": decode_speed, "draft attention speed": verify_speed, "prefill speed": prefill_speed}
+LAST = {"decode of other pages speed": decode_speed_of_other_pages}

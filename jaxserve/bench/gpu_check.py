@@ -3,7 +3,8 @@
 Correctness first: each kernel against its definition, and the bits of a row wherever it stands. Then speed, beside
 what the device reaches with plain copies and products, its data sheet and its libraries. Needs JAX, Flax, NumPy and
 jaxtyping, no network and no weights. Each figure is printed when it is there; then one table, and JSON with --json.
-Most of the time goes into compiling some 200 programs; what has not begun after --limit seconds is not run, and failed.
+Most of the time goes into compiling some 200 programs; what has not begun after --limit seconds is not run, and failed,
+but for the last section, which takes the time that is left.
 
 `--interpret` runs every section on the CPU with tiny shapes and interpreted kernels: its times mean nothing.
 """
@@ -36,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     sections["ceilings"] = gpu_kernels.ceilings
     for part in (gpu_attention, gpu_verify, gpu_model, gpu_kernels):
         sections |= part.SPEED
+    sections |= gpu_attention.LAST
     unknown = set(options.only or ()) - sections.keys()
     if unknown:
         parser.error(f"unknown section {sorted(unknown)[0]!r}; there are {', '.join(sections)}")

@@ -24,20 +24,27 @@ class Sizes:
     chunk: int  # its last positions, computed together and apart
     chunk_rows: tuple[int, ...]  # those apart
     heads: Heads  # for speed
-    page_sizes: tuple[int, ...]
+    page_sizes: tuple[int, ...]  # the engine's first
     contexts: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     typical: tuple[int, int]  # batch and context at which page sizes are compared
-    most_keys: int  # of all sequences
     prompts: tuple[int, ...]
     verified: tuple[Shape, ...]  # for correctness
     verify_timed: tuple[Shape, ...]
     pool_bytes: int
     model: dict[str, Any] = field(repr=False)
     layers: tuple[int, ...]
-    page_size: int
     batches: tuple[tuple[int, int], ...]  # (batch, context) of a decode step
     max_len: int
+
+    @property
+    def page_size(self) -> int:
+        return self.page_sizes[0]
+
+    @property
+    def decoded(self) -> list[tuple[int, int]]:
+        """(batch, context) of all decode steps of attention that are timed."""
+        return [(batch, context) for context in self.contexts for batch in self.batch_sizes]
 
 
 FULL = Sizes(
@@ -54,6 +61,7 @@ FULL = Sizes(
         (Heads(2, 3, 64), 64),
         (Heads(2, 1, 64), 128),
         (Heads(1, 8, 128), 32),
+        (Heads(1, 4, 256), 64),
     ),
     cached=1300,
     chunk=128,
@@ -63,7 +71,6 @@ FULL = Sizes(
     contexts=(512, 4096, 32768),
     batch_sizes=(1, 16, 64, 256),
     typical=(64, 4096),
-    most_keys=64 * 32768,
     prompts=(512, 4096, 16384),
     verified=(Shape(64, 8, 128256), Shape(16, 4, 49152)),
     verify_timed=tuple(
@@ -74,7 +81,6 @@ FULL = Sizes(
     pool_bytes=4 * 2**30,
     model=MODELS["Llama-3-8B"],
     layers=(4, 32),
-    page_size=64,
     batches=((1, 4096), (16, 4096), (64, 4096), (256, 1024)),
     max_len=8192,
 )
@@ -92,11 +98,10 @@ TINY = Sizes(
     chunk=40,
     chunk_rows=(0, 39),
     heads=Heads(1, 2, 64),
-    page_sizes=(64,),
-    contexts=(70,),
+    page_sizes=(64, 16),
+    contexts=(70, 20),
     batch_sizes=(2,),
     typical=(2, 70),
-    most_keys=140,
     prompts=(24,),
     verified=(Shape(3, 2, 260),),
     verify_timed=(Shape(1, 2, 260),),
@@ -111,7 +116,6 @@ TINY = Sizes(
         "vocab_size": 256,
     },
     layers=(1,),
-    page_size=64,
     batches=((2, 70),),
     max_len=192,
 )

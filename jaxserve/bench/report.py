@@ -34,11 +34,11 @@ class Report:
         self.limit_s = limit_s
         self._section = ""
 
-    def has_time(self, name: str) -> bool:
-        """Whether something can still start; if not, that is a failed row."""
+    def has_time(self, name: str, *, needed: bool = True) -> bool:
+        """Whether something can still start; if not, that is a row, and failed if it was needed."""
         if time.monotonic() - self.started < self.limit_s:
             return True
-        self.add(name, f"not run: out of time after {self.limit_s:.0f} s", ok=False)
+        self.add(name, f"not run: out of time after {self.limit_s:.0f} s", ok=False if needed else None)
         return False
 
     def section(self, name: str, run: Callable[["Report"], None]) -> None:

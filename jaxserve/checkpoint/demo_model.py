@@ -51,6 +51,11 @@ def demo_model_folder() -> Path:
     return folder
 
 
+def demo_head_folder() -> Path:
+    """The folder of the EAGLE head for the demo model that comes with this package."""
+    return Path(__file__).parent / "demo_head"
+
+
 def demo_model_gguf() -> Path:
     """The demo model's original file, fetched when it is not there yet; raises as `demo_model_folder`."""
     gguf = cache_folder() / GGUF_NAME

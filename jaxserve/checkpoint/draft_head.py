@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from jaxserve.checkpoint.hugging_face import StoredTensor, parse_json, read_headers
 from jaxserve.models.config import CheckpointError, ModelConfig, UnsupportedModelError
@@ -122,7 +122,7 @@ def save_head(head: EagleHead, folder: Path, *, int8: bool = True) -> None:
                 tensors[name + "_scale"] = scale
                 tensor = np.round(tensor / scale[:, None]).astype(np.int8)
             tensors[name] = np.ascontiguousarray(tensor)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(_describe(head.config), indent=2) + "\n", encoding="utf-8")
 
 

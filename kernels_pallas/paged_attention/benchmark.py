@@ -21,6 +21,7 @@ from jaxserve.kernels_pallas.paged_attention.work_list import QueryRun, pack_run
 from jaxserve.kernels_pallas.roofline import Cost
 
 POOL_BYTES = 4 * 2**30
+MOST_BYTES = 16 * 2**30
 
 
 class Heads(NamedTuple):
@@ -76,12 +77,13 @@ class Timed:
         pages = max(-(-(run.start + run.count) // page_size) for run in case.runs)
         page_bytes = 4 * heads.kv_heads * page_size * heads.head_dim
         self.tables = max(pool_bytes // (slots * pages * page_bytes), 1)
-        num_pages = self.tables * slots * pages
+        # Beyond that a page is in several tables, or several times in one: far apart, not found in a cache.
+        num_pages = min(self.tables * slots * pages, MOST_BYTES // page_bytes)
         shape = num_pages, 2, heads.kv_heads, page_size, heads.head_dim
         self.pages = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(0))
         queries = random.standard_normal((case.tokens, heads.kv_heads * heads.group, heads.head_dim))
         self.q = jnp.asarray(queries, jnp.bfloat16)
-        order = random.permutation(num_pages).astype(np.int32).reshape(self.tables, slots, pages)
+        order = np.resize(random.permutation(num_pages).astype(np.int32), (self.tables, slots, pages))
         slot, position = np.full(case.tokens, slots, np.int32), np.full(case.tokens, -1, np.int32)
         for index, run in enumerate(case.runs):
             slot[run.row : run.row + run.count] = index

@@ -212,7 +212,8 @@ MORE_SHAPES = [
     ),
     Shape(16, page_size=8, head_dim=64, group=2, config=replace(SMALL, prefill_workers=1)),
     Shape(16, page_size=256, head_dim=64, group=2, window=1),
-    Shape(8, page_size=32, head_dim=256, kv_heads=1, config=replace(SMALL, folds_in_decode=False)),
+    Shape(8, page_size=32, head_dim=256, kv_heads=1),
+    Shape(16, page_size=64, head_dim=256, group=2, window=300, logit_soft_cap=50.0, dtype="float16"),
 ]
 
 
@@ -383,6 +384,8 @@ def went_wrong(kernel: str) -> bool:
 # Calls that are not missed, by their number: the fence between the store of the queries into SMEM and the WGMMA that
 # reads them (products are plain here; the compiled PTX is asked), and one that stands in the plain product alone.
 UNSEEN = {("decode", "commit_smem"): {0, 1}, ("prefill", "commit_smem"): {0}}
+if jax.__version_info__ >= (0, 12):  # the interpreter does not ask any more whether barriers are drained
+    UNSEEN["prefill", "barrier_wait"] = {4, 5, 6, 7}
 
 
 def without(monkeypatch, kernel: str, name: str, call: int) -> bool:
@@ -442,7 +445,7 @@ def test_the_kernels_are_chosen_on_hopper_alone(monkeypatch, caplog):
     assert choose_attention("xla", **model).name == "xla"
     assert not caplog.messages
     for change, reason in (
-        ({"head_dim": 256}, "head_dim=256 is not one of 64, 128"),
+        ({"head_dim": 96}, "head_dim=96 is not one of 64, 128, 256"),
         ({"dtype": jnp.dtype("float32")}, "dtype=float32 is not one of bfloat16, float16"),
         ({"group": 71}, "71 query heads a kv head are more than 64"),
     ):

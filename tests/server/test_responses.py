@@ -91,6 +91,7 @@ def test_functions_and_forms(client):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "boss", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "boss", "content": "x"}], "instructions": "Be brief."}, "input[0].role"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"tools": [TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "draw"}}, "tool_choice.name"),

@@ -31,10 +31,9 @@ from jaxserve.kernels_pallas.paged_attention.mosaic.prefill import paged_prefill
 from jaxserve.kernels_pallas.paged_attention.mosaic.work_list import WorkFormat, WorkList
 
 DTYPES = ("bfloat16", "float16")
-HEAD_DIMS = (64, 128)  # at 256 both kernels spill registers; by how much is in docs/ARCHITECTURE.md
+HEAD_DIMS = (64, 128, 256)
 DEFAULT_PAGE_SIZE = 64  # a page is a block: one bulk copy of 16 KiB at head_dim 128
 _END = 2**24  # behind every split
-_ALL = 2**30  # more than there are
 
 
 class Prepared(NamedTuple):
@@ -180,8 +179,8 @@ def mosaic_attention(
         item_tokens=item_tokens(group),
         tile_tokens=tile_tokens(group, config.prefill_workers),
         max_splits=-(-max_model_len // config.split),
-        max_places=config.max_partial_rows if config.folds_in_decode else _ALL,
-        small_bucket=config.small_bucket if config.folds_in_decode else _ALL,
+        max_places=config.max_partial_rows,
+        small_bucket=config.small_bucket,
         split=config.split,
     )
     return MosaicAttention(config, work)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels_pallas.hopper import ROWS, Interpret, product_transposed
-from jaxserve.kernels_pallas.paged_attention.mosaic.config import KV_BLOCK
+from jaxserve.kernels_pallas.paged_attention.mosaic.config import COLUMNS, KV_BLOCK, columns_of
 from jaxserve.kernels_pallas.paged_attention.mosaic.online_softmax import Scale, mask
 
 
@@ -34,8 +34,13 @@ class Span(NamedTuple):
 
 
 def block_scores(q_s, k_s, positions, span: Span, block, scale: Scale, *, interpret: Interpret):
-    """Scores of a block, capped, with -inf where a row does not see a key; only blocks on an edge are masked."""
-    s = scale.cap(product_transposed(q_s, k_s, interpret=interpret))
+    """Scores of a block, capped, with -inf where a row does not see a key; only blocks on an edge are masked.
+
+    `q_s` [1, 64, head_dim] and `k_s` [64, head_dim] are in SMEM.
+    """
+    # 0 either way: a compiler that knew it would keep the addresses of all columns of the queries in registers.
+    again = 0 if k_s.shape[1] <= COLUMNS else lax.div(block, jnp.int32(1 << 24))
+    s = scale.cap(product_transposed(q_s.at[again], k_s, interpret=interpret))
     masked = lambda s: mask(s, block * KV_BLOCK, positions, span.window)
     return lax.cond(span.is_edge(block), masked, lambda s: s, s)
 
@@ -70,14 +75,40 @@ class Pages(NamedTuple):
             ids.append(id if per_page == 1 else id + lax.rem(piece, jnp.int32(per_page)))
         return ids
 
-    def copy(self, ids: list[Int[Array, ""]], side: int, head, block_s, ready) -> None:
-        """Start to copy a block's keys (side 0) or values (side 1) of a head into SMEM; `ready` counts the pieces."""
+    def copy(self, ids: list[Int[Array, ""]], side: int, head, columns, block_s, ready) -> None:
+        """Start to copy these columns of a block's keys (side 0) or values (side 1) of a head into SMEM; `ready` counts
+        the pieces."""
         per_page = max(self.page_size // KV_BLOCK, 1)
         size = KV_BLOCK // self.per_block
         for i, id in enumerate(ids):
             piece = id + (side * self.kv_heads + head) * per_page
             target = block_s if len(ids) == 1 else block_s.at[pl.ds(i * size, size)]
-            plgpu.copy_gmem_to_smem(self.pieces.at[piece], target, ready)
+            plgpu.copy_gmem_to_smem(self.pieces.at[piece, pl.ds(0, size), columns], target, ready)
+
+
+class Share(NamedTuple):
+    """What of the work a program takes in one turn."""
+
+    row: Int[Array, ""]  # of the work list
+    head: Int[Array, ""]  # kv head
+    part: Int[Array, ""] | int  # of the columns of the values
+    columns: object  # these, as a slice
+
+    @classmethod
+    def of(cls, index: Int[Array, ""], kv_heads: int, head_dim: int) -> "Share":
+        """The `index`-th of `count` shares. Parts of one head follow each other: what reads its keys runs together."""
+        columns = columns_of(head_dim)
+        parts = head_dim // columns
+        if parts > 1:
+            index, part = lax.div(index, jnp.int32(parts)), lax.rem(index, jnp.int32(parts))
+        else:
+            part = 0
+        row, head = lax.div(index, jnp.int32(kv_heads)), lax.rem(index, jnp.int32(kv_heads))
+        return cls(row, head, part, pl.ds(part * columns, columns))
+
+    @staticmethod
+    def count(rows: Int[Array, ""], kv_heads: int, head_dim: int) -> Int[Array, ""]:
+        return rows * (kv_heads * (head_dim // columns_of(head_dim)))
 
 
 def pieces_of(pages: Float[Array, "num_pages 2 kv_heads page_size head_dim"]) -> Array:
@@ -86,12 +117,15 @@ def pieces_of(pages: Float[Array, "num_pages 2 kv_heads page_size head_dim"]) ->
 
 
 def load_queries(q_g, head, first_row, q_s) -> None:
-    """Bring 64 rows of `q_g` [kv_heads, rows, head_dim] from any first row on into a swizzled tile.
+    """Bring 64 rows of `q_g` [kv_heads, rows, head_dim] from any first row on into a swizzled tile [1, 64, head_dim].
 
     Through registers: a bulk copy into a swizzled tile would have to start at a multiple of 8 rows.
     """
-    rows = q_g.at[head, pl.ds(first_row, ROWS)]
-    q_s[...] = plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=False)
+    columns = columns_of(q_s.shape[2])
+    for part in range(q_s.shape[2] // columns):
+        mine = pl.ds(part * columns, columns)
+        rows = q_g.at[head, pl.ds(first_row, ROWS), mine]
+        q_s[0, :, mine] = plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=False)
     plgpu.commit_smem()
 
 

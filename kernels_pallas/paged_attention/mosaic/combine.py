@@ -20,11 +20,9 @@ from jaxtyping import Array, Int32
 from jaxserve.kernels_pallas import hopper
 from jaxserve.kernels_pallas.hopper import ROWS
 from jaxserve.kernels_pallas.paged_attention.mosaic import online_softmax
-from jaxserve.kernels_pallas.paged_attention.mosaic.blocks import Span
-from jaxserve.kernels_pallas.paged_attention.mosaic.config import STATS, TileConfig
+from jaxserve.kernels_pallas.paged_attention.mosaic.blocks import Share, Span
+from jaxserve.kernels_pallas.paged_attention.mosaic.config import STATS, TileConfig, columns_of
 from jaxserve.kernels_pallas.paged_attention.mosaic.decode import Partials, state_of
-
-COLUMNS = 128  # of a row that are folded together; more find no registers
 
 
 class SplitRows(NamedTuple):
@@ -51,22 +49,19 @@ def combine_splits(
     """Write attention of the rows to `out`, a Ref [tokens * kv_heads, group, head_dim]."""
     _, group, head_dim = partials.acc.shape
     dtype, interpret = out.dtype, config.interpret
-    columns = min(head_dim, COLUMNS)
-    parts = head_dim // columns
+    columns = columns_of(head_dim)
     split_blocks = config.split_blocks
 
     def kernel(acc_g, stats_g, count_g, rows_g, out_g, acc_s, stats_s, out_s, ready):
         def combine_row(index):
-            index, part = lax.div(index, jnp.int32(parts)), lax.rem(index, jnp.int32(parts))
-            row = SplitRows(*(rows_g[lax.div(index, jnp.int32(kv_heads)), i] for i in range(len(SplitRows._fields))))
-            head = lax.rem(index, jnp.int32(kv_heads))
+            share = Share.of(index, kv_heads, head_dim)
+            row = SplitRows(*(rows_g[share.row, i] for i in range(len(SplitRows._fields))))
             begin, end = Span(row.length - row.count, row.length - 1, window).blocks()
             first = lax.div(begin, jnp.int32(split_blocks))
             last = lax.div(end - 1, jnp.int32(split_blocks)) + 1
-            pl.when(last - first > 1)(lambda: fold_row(row, head, part, first, last))
+            pl.when(last - first > 1)(lambda: fold_row(row, share.head, share.columns, first, last))
 
-        def fold_row(row, head, part, first, last):
-            mine = pl.ds(part * columns, columns)
+        def fold_row(row, head, mine, first, last):
 
             def load(split, slot):
                 source = (row.place + split * row.count + row.token) * kv_heads + head
@@ -92,7 +87,7 @@ def combine_splits(
             plgpu.copy_smem_to_gmem(out_s.at[rows], out_g.at[row.row * kv_heads + head, rows, mine])
             plgpu.wait_smem_to_gmem(0)
 
-        hopper.work_loop(count_g[0] * (kv_heads * parts), config.decode_programs, combine_row)
+        hopper.work_loop(Share.count(count_g[0], kv_heads, head_dim), config.decode_programs, combine_row)
 
     kernel.__name__ = "combine_splits"
     plgpu.kernel(

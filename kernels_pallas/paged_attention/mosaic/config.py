@@ -6,6 +6,7 @@ from jaxserve.kernels_pallas.hopper import MAX_SMEM, ROWS, SMEM_PER_SM, SMEM_RES
 
 KV_BLOCK = 64  # keys of a block; 128 need more registers than there are once splits are folded
 MAX_ITEM_TOKENS = 16  # query tokens of a decode item: one and 15 drafts
+COLUMNS = 128  # columns of the values, and of the result, that a program takes; more find no registers
 STATS = 32  # columns in which a partial result keeps its maximum and its mass: 128 bytes, the least of a bulk copy
 WHOLE = -1  # the `split` of a decode item that covers its whole context
 
@@ -21,7 +22,6 @@ class TileConfig:
         decode_programs, prefill_programs: programs of a grid, as many as the GPU holds at once; each takes its share.
         prefill_workers: warpgroups of 64 query rows in a prefill program; one more copies. Three would find too few
             registers to fold.
-        folds_in_decode: a decode item may cover several splits; needs registers for two accumulators.
         max_partial_rows: query rows × splits whose results one step may keep; what is beyond is not split.
         small_bucket: steps of at most so many tokens leave everything to the decode kernel, and save a launch.
         interpret: None, or how to interpret the kernels on the CPU (`hopper.interpreted`).
@@ -33,7 +33,6 @@ class TileConfig:
     prefill_workers: int = 2
     prefill_stages: int = 3
     prefill_programs: int = SMS
-    folds_in_decode: bool = True
     max_partial_rows: int = 2048
     small_bucket: int = 64
     interpret: Interpret = None
@@ -54,13 +53,12 @@ class TileConfig:
     def for_shape(cls, head_dim: int, itemsize: int = 2) -> "TileConfig":
         """The heuristic: at decode two programs an SM, so that one computes while the other waits for its pages; more
         find no registers."""
-        stages = {64: 6, 128: 3}.get(head_dim, 2)
+        stages = 6 if head_dim == 64 else 3
         per_sm = min(2, SMEM_PER_SM // (decode_smem(stages, head_dim, itemsize) + SMEM_RESERVED))
         return cls(
             decode_stages=stages,
             decode_programs=per_sm * SMS,
-            prefill_stages=4 if head_dim == 64 else 3,
-            folds_in_decode=head_dim <= 128,
+            prefill_stages={64: 4, 128: 3}.get(head_dim, 2),
         )
 
 
@@ -74,22 +72,26 @@ def tile_tokens(group: int, workers: int) -> int:
     return workers * (ROWS // group)
 
 
+def columns_of(head_dim: int) -> int:
+    """Columns of the values that a program takes. Where it takes a part of them only, the others are another's, which
+    computes the same scores, and so the same weights to the bit."""
+    return min(head_dim, COLUMNS)
+
+
 def decode_smem(stages: int, head_dim: int, itemsize: int = 2) -> int:
     """Bytes of shared memory of a decode program: queries, the ring of keys (or the result), the ring of values."""
-    ring = stages * KV_BLOCK * head_dim * itemsize
-    result = ROWS * (head_dim + STATS) * 4
-    return ROWS * head_dim * itemsize + max(ring, result) + ring + 2 * 8 * stages
+    columns, block = columns_of(head_dim), stages * KV_BLOCK * itemsize
+    result = ROWS * (columns + STATS) * 4
+    return ROWS * head_dim * itemsize + max(block * head_dim, result) + block * columns + 2 * 8 * stages
 
 
 def prefill_smem(stages: int, workers: int, head_dim: int, itemsize: int = 2) -> int:
     """Bytes of shared memory of a prefill program: queries and results of each worker, both rings."""
-    tile = ROWS * head_dim * itemsize
-    return 2 * workers * tile + 2 * stages * KV_BLOCK * head_dim * itemsize + 4 * 8 * stages
+    both = head_dim + columns_of(head_dim)  # queries and results, keys and values
+    return (workers * ROWS + stages * KV_BLOCK) * both * itemsize + 4 * 8 * stages
 
 
 def fits(config: TileConfig, head_dim: int, itemsize: int = 2) -> bool:
-    """Whether the shared memory of the kernels that are used fits a program."""
-    smem = decode_smem(config.decode_stages, head_dim, itemsize)
-    if config.folds_in_decode:  # else everything is left to the decode kernel
-        smem = max(smem, prefill_smem(config.prefill_stages, config.prefill_workers, head_dim, itemsize))
-    return smem <= MAX_SMEM
+    """Whether the kernels' shared memory fits a program."""
+    decode = decode_smem(config.decode_stages, head_dim, itemsize)
+    return max(decode, prefill_smem(config.prefill_stages, config.prefill_workers, head_dim, itemsize)) <= MAX_SMEM

@@ -1,13 +1,14 @@
 """The decode kernel: a few query tokens of a sequence against its context, or against one split of it.
 
-Work      (item, kv head). An item is 1 to 16 consecutive query tokens of one sequence and either one split of the
-          context or all of it; the rows of all its tokens that share a kv head are the first of a 64-row tile. The
-          rest of the tile is junk that never leaves its row and is never stored.
+Work      (item, kv head, up to 128 columns of the values). An item is 1 to 16 consecutive query tokens of one sequence
+          and either one split of the context or all of it; the rows of all its tokens that share a kv head are the
+          first of a 64-row tile. The rest of the tile is junk that never leaves its row and is never stored.
 Result    An item that covers all that its tokens see writes attention itself. Else it leaves (acc, top, mass) of its
           split in float32, and `combine` folds them: the same fold, in the same order, as an item that covers all.
 Bytes     2 * context * kv_heads * head_dim * itemsize of keys and values, once for an item's tokens; 2 * tokens *
           heads * head_dim * itemsize of queries and results; and where splits are kept 2 * splits * tokens * heads *
-          (head_dim + 32) * 4, a 2 % of a context of 512 keys a split with 4 query heads a kv head.
+          (head_dim + 32) * 4, a 2 % of a context of 512 keys a split with 4 query heads a kv head. With head_dim 256
+          keys are read twice, by programs that run together: the second time from the L2 cache.
 FLOP      4 * tokens * heads * context * head_dim, of which the hardware does 64 / (tokens * group) times as many.
 Floor     on an H200 (4.8 TB/s) for Llama-3-8B (8 kv heads of 128, bf16): 0.85 ns a key, so 3.5 µs a layer for one
           sequence of 4,096, 224 µs for 64. The products are below it: 64 rows make 128 FLOP a byte, the ridge is 206.
@@ -25,8 +26,15 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxserve.kernels_pallas import hopper
 from jaxserve.kernels_pallas.hopper import ROWS
 from jaxserve.kernels_pallas.paged_attention.mosaic import online_softmax
-from jaxserve.kernels_pallas.paged_attention.mosaic.blocks import Pages, Span, block_scores, load_queries, pieces_of
-from jaxserve.kernels_pallas.paged_attention.mosaic.config import KV_BLOCK, STATS, TileConfig
+from jaxserve.kernels_pallas.paged_attention.mosaic.blocks import (
+    Pages,
+    Share,
+    Span,
+    block_scores,
+    load_queries,
+    pieces_of,
+)
+from jaxserve.kernels_pallas.paged_attention.mosaic.config import KV_BLOCK, STATS, TileConfig, columns_of
 from jaxserve.kernels_pallas.paged_attention.mosaic.online_softmax import Scale, State
 
 
@@ -65,7 +73,7 @@ def paged_decode(
 ) -> Partials:
     """Attention of the items. `out` is a Ref [tokens * kv_heads, group, head_dim]; only the items' rows are written."""
     kv_heads, _, head_dim = q_rows.shape
-    page_size = pages.shape[3]
+    page_size, columns = pages.shape[3], columns_of(head_dim)
     stages, interpret = config.decode_stages, config.interpret
     split_blocks = config.split_blocks
     dtype = pages.dtype
@@ -76,30 +84,31 @@ def paged_decode(
         k_s, (acc_s, stats_s), out_s = k_or_result  # results leave through the ring of keys, which is idle by then
 
         def item_at(index):
-            """(item, kv head, its span, its first block, the one behind its last, whether that is all it sees)"""
-            item = Items(*(items_g[lax.div(index, jnp.int32(kv_heads)), i] for i in range(len(Items._fields))))
+            """(item, share, its span, its first block, the one behind its last, whether that is all it sees)"""
+            share = Share.of(index, kv_heads, head_dim)
+            item = Items(*(items_g[share.row, i] for i in range(len(Items._fields))))
             span = Span(item.length - item.count, item.length - 1, window)
             begin, end = span.blocks()
             first = jnp.maximum(item.split * split_blocks, begin)
             last = jnp.minimum(item.end_split * split_blocks, end)
-            return item, lax.rem(index, jnp.int32(kv_heads)), span, first, last, (first <= begin) & (last >= end)
+            return item, share, span, first, last, (first <= begin) & (last >= end)
 
         def attend_item(index):
             _, _, _, first, last, _ = item_at(index)
             pl.when(first < last)(lambda: attend_blocks(index))
 
         def attend_blocks(index):
-            item, head, span, first, last, _ = item_at(index)
+            item, share, span, first, last, _ = item_at(index)
             last_page = lax.div(span.last, jnp.int32(page_size))
             pages = Pages(pieces_g, table_g, kv_heads, page_size, item.slot, last_page)
 
             def load(ids, slot):
-                pages.copy(ids, 0, head, k_s.at[slot], k_ready.at[slot])
-                pages.copy(ids, 1, head, v_s.at[slot], v_ready.at[slot])
+                pages.copy(ids, 0, share.head, pl.ds(0, head_dim), k_s.at[slot], k_ready.at[slot])
+                pages.copy(ids, 1, share.head, share.columns, v_s.at[slot], v_ready.at[slot])
 
             for i in range(stages):
                 pl.when(first + i < last)(lambda i=i: load(pages.ids(first + i), jnp.int32(i)))
-            load_queries(q_g, head, item.row * group, q_s)
+            load_queries(q_g, share.head, item.row * group, q_s)
             positions = span.first + lax.div(hopper.row_index(), jnp.int32(group))
 
             def take(block, carry):
@@ -115,49 +124,46 @@ def paged_decode(
                 total, *ring = carry
                 start = jnp.maximum(split * split_blocks, first)
                 stop = jnp.minimum((split + 1) * split_blocks, last)
-                state, *ring = lax.fori_loop(start, stop, take, (online_softmax.empty(head_dim), *ring))
+                state, *ring = lax.fori_loop(start, stop, take, (online_softmax.empty(columns), *ring))
                 return online_softmax.fold(total, online_softmax.finished(state)), *ring
 
-            start = online_softmax.empty(head_dim), jnp.int32(0), pages.ids(first + stages)
-            if config.folds_in_decode:
-                start_split = lax.div(first, jnp.int32(split_blocks))
-                end_split = lax.div(last - 1, jnp.int32(split_blocks)) + 1
-                total, *_ = lax.fori_loop(start_split, end_split, take_split, start)
-            else:  # one split an item; like a fold into nothing, this turns -0 into 0
-                state, *_ = lax.fori_loop(first, last, take, start)
-                split = online_softmax.finished(state)
-                total = split._replace(acc=split.acc + 0.0)
+            start = online_softmax.empty(columns), jnp.int32(0), pages.ids(first + stages)
+            start_split = lax.div(first, jnp.int32(split_blocks))
+            end_split = lax.div(last - 1, jnp.int32(split_blocks)) + 1
+            total, *_ = lax.fori_loop(start_split, end_split, take_split, start)
             # Read again where the result goes: there are no registers to keep it in.
-            item, head, _, _, _, finishes = item_at(lax.optimization_barrier(index))
-            pl.when(finishes)(lambda: write_result(item, head, total))
-            pl.when(jnp.logical_not(finishes))(lambda: write_partial(item, head, total))
+            item, share, _, _, _, finishes = item_at(lax.optimization_barrier(index))
+            pl.when(finishes)(lambda: write_result(item, share, total))
+            pl.when(jnp.logical_not(finishes))(lambda: write_partial(item, share, total))
             plgpu.wait_smem_to_gmem(0)
 
-        def write_result(item, head, total: State):
+        def write_result(item, share, total: State):
             out_s[...] = online_softmax.normalised(total).astype(out_s.dtype)
             plgpu.commit_smem()
 
             def store(token, _):
                 rows = out_s.at[pl.ds(token * group, group)]
-                plgpu.copy_smem_to_gmem(rows, out_g.at[(item.row + token) * kv_heads + head])
+                target = (item.row + token) * kv_heads + share.head
+                plgpu.copy_smem_to_gmem(rows, out_g.at[target, pl.ds(0, group), share.columns])
 
             lax.fori_loop(jnp.int32(0), item.count, store, None)
 
-        def write_partial(item, head, total: State):
+        def write_partial(item, share, total: State):
             acc_s[...] = total.acc
             stats_s[...] = stats_tile(total)
             plgpu.commit_smem()
 
             def store(token, _):
-                rows, target = pl.ds(token * group, group), (item.place + token) * kv_heads + head
-                plgpu.copy_smem_to_gmem(acc_s.at[rows], acc_g.at[target])
-                plgpu.copy_smem_to_gmem(stats_s.at[rows], stats_g.at[target])
+                rows, target = pl.ds(token * group, group), (item.place + token) * kv_heads + share.head
+                plgpu.copy_smem_to_gmem(acc_s.at[rows], acc_g.at[target, pl.ds(0, group), share.columns])
+                once = share.part == 0  # all parts have the same
+                pl.when(once)(lambda: plgpu.copy_smem_to_gmem(stats_s.at[rows], stats_g.at[target]))
 
             lax.fori_loop(jnp.int32(0), item.count, store, None)
 
-        hopper.work_loop(count_g[0] * kv_heads, config.decode_programs, attend_item)
+        hopper.work_loop(Share.count(count_g[0], kv_heads, head_dim), config.decode_programs, attend_item)
 
-    ring = plgpu.SMEM((stages, KV_BLOCK, head_dim), dtype, transforms=hopper.swizzled(dtype))
+    ring = lambda columns: plgpu.SMEM((stages, KV_BLOCK, columns), dtype, transforms=hopper.swizzled(dtype))
     ready = plgpu.Barrier(num_arrivals=max(KV_BLOCK // page_size, 1), num_barriers=stages)
     shape = lambda columns: jax.ShapeDtypeStruct((num_places * kv_heads, group, columns), jnp.float32)
     kernel.__name__ = "paged_decode"
@@ -168,13 +174,13 @@ def paged_decode(
             grid=(config.decode_programs,),
             grid_names=("program",),
             scratch_types={
-                "q_s": plgpu.SMEM((ROWS, head_dim), dtype, transforms=hopper.swizzled(dtype)),
+                "q_s": plgpu.SMEM((1, ROWS, head_dim), dtype, transforms=hopper.swizzled(dtype)),
                 "k_or_result": plgpu.RefUnion(
-                    ring,
-                    [plgpu.SMEM((ROWS, head_dim), jnp.float32), plgpu.SMEM((ROWS, STATS), jnp.float32)],
-                    plgpu.SMEM((ROWS, head_dim), dtype),
+                    ring(head_dim),
+                    [plgpu.SMEM((ROWS, columns), jnp.float32), plgpu.SMEM((ROWS, STATS), jnp.float32)],
+                    plgpu.SMEM((ROWS, columns), dtype),
                 ),
-                "v_s": ring,
+                "v_s": ring(columns),
                 "k_ready": ready,
                 "v_ready": ready,
             },
