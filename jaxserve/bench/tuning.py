@@ -91,9 +91,11 @@ async def long_prompt_among_decoders(url: str, length: int, tokens: int) -> tupl
 def token_budget() -> None:
     """Gaps of eight decoding clients, quiet and while a long prompt is computed, and that prompt's first token."""
     rows = []
-    for length, tokens, most in ((1000, 300, 1600), (4000, 600, 4700)):
-        for budget in (16, 32, 64, 128, 256, None):
-            engine = {"max_model_len": most, "max_num_seqs": 16, "max_num_batched_tokens": budget or most}
+    for length, tokens, most in ((1000, 400, 1600), (4000, 600, 4700)):
+        for budget in (12, 16, 32, 64, 128, 256, None):
+            tokens_of_step = budget or most
+            engine = {"max_model_len": most, "max_num_seqs": min(16, tokens_of_step)}
+            engine["max_num_batched_tokens"] = tokens_of_step
             engine |= {} if budget else {"enable_chunked_prefill": False}
             find = lambda url, case=(length, tokens): asyncio.run(long_prompt_among_decoders(url, *case))
             decoders, late, sent = serve_and(find, **engine)
