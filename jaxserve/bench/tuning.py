@@ -59,13 +59,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 
 
 def streaming_share() -> None:
-    """Output tokens per second of 32 streaming clients against the engine alone, in a thread and in a process. Without
-    a prefix cache: the best of two runs would find the first one's prompts there."""
+    """Output tokens per second of 32 streaming clients against the engine alone, in a thread and in a process."""
     work = fixed(32, 50, 128)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "offline.json"
         options = ["--num_prompts", "32", "--input_len", "50", "--output_len", "128", "--repeats", "2", "--seed", "1"]
         options += ["--engine.max_model_len", "2048", "--engine.max_num_seqs", "32", "--output_json", str(file)]
+        # No prefix cache here and below: the better of two runs would find the other's prompts there.
         options += ["--engine.enable_prefix_caching", "false"]
         subprocess.run([sys.executable, "-m", "jaxserve.cli", "bench", "throughput", *options], check=True, stdout=2)
         offline = json.loads(file.read_text())["results"][0]["output_tokens_per_s"]
