@@ -114,6 +114,7 @@ def test_a_section_that_fails_is_a_row_and_the_rest_runs(capsys, tmp_path):
     report.section("third", lambda report: report.add("bits", "differ", ok=False))
     report.limit_s = 0.0
     report.section("fourth", lambda report: report.add("never", "run"))
+    report.section("last", lambda report: report.add("never", "run"), needed=False)
     assert report.finish(tmp_path / "rows.json") == 1
     names = [(row.section, row.name) for row in report.failed]
     assert names == [("second", "stopped"), ("third", "bits"), ("fourth", "all of it")]

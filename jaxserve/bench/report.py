@@ -32,18 +32,19 @@ class Report:
         self.rows: list[Row] = []
         self.started = time.monotonic()
         self.limit_s = limit_s
-        self._section = ""
+        self._section, self._needed = "", True
 
-    def has_time(self, name: str, *, needed: bool = True) -> bool:
-        """Whether something can still start; if not, that is a row, and failed if it was needed."""
+    def has_time(self, name: str) -> bool:
+        """Whether something can still start; if not, that is a row, which has failed if its section is needed."""
         if time.monotonic() - self.started < self.limit_s:
             return True
-        self.add(name, f"not run: out of time after {self.limit_s:.0f} s", ok=False if needed else None)
+        self.add(name, f"not run: out of time after {self.limit_s:.0f} s", ok=False if self._needed else None)
         return False
 
-    def section(self, name: str, run: Callable[["Report"], None]) -> None:
-        """Run a section if there is time for it; what it raises becomes a failed row."""
-        self._section = name
+    def section(self, name: str, run: Callable[["Report"], None], *, needed: bool = True) -> None:
+        """Run a section if there is time for it; what it raises becomes a failed row. One that is not `needed` may find
+        no time, or not enough."""
+        self._section, self._needed = name, needed
         started = time.monotonic()
         if not self.has_time("all of it"):
             return

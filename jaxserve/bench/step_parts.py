@@ -145,7 +145,7 @@ def measure(engines: dict[str, Engine], batch: int, context: int, repeats: int) 
 def limits(
     config: ModelConfig, batch: int, context: int, *, itemsize: int, bandwidth: float, rate: float
 ) -> dict[str, float]:
-    """The least milliseconds of each part at `bandwidth` GB/s and `rate` GFLOP/s; a device without a host has 0."""
+    """The least milliseconds of each part at `bandwidth` GB/s and `rate` GFLOP/s; 0 for the host, which hides."""
     layers = config.num_layers
     sides = {name: side for name, side in config.products.items() if name != "head"}
     weights = layers * sum(rows * columns for rows, columns in sides.values())
