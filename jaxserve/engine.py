@@ -16,6 +16,7 @@ import numpy as np
 from jaxserve import beams, startup, weights_update
 from jaxserve.beam_search import BeamSearchParams
 from jaxserve.config import EngineConfig
+from jaxserve.counters import Counters
 from jaxserve.input_processor import Prompt
 from jaxserve.metrics import EngineMetrics, Figures
 from jaxserve.models.decoder import Decoder
@@ -93,7 +94,7 @@ class Engine:
         self._planned: StepPlan | None = None
         self._pending: list[RequestOutput] = []  # what the next `step` returns
         self._metrics = EngineMetrics()
-        self._counters = startup.Counters()
+        self._counters = Counters()
         self.weights_version = 0
 
     @classmethod
@@ -421,7 +422,7 @@ class Engine:
     def reset_stats(self) -> None:
         """Count from zero again, for measurements; compilations are still counted from the start."""
         self._metrics = EngineMetrics()
-        self._counters = startup.Counters()
+        self._counters = Counters()
         self.scheduler.stats = SchedulerStats()
         if self._drafts is not None:
             self._drafts.reset_counts()
