@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from jaxserve.kernels_pallas.verify_draft import DraftRows, blocks, reached
+from jaxserve.kernels_pallas.verify_draft import DraftRows, Verdict, blocks, reached
 from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs, whole_logprobs
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 from jaxserve.runner.slots import Slots
@@ -67,13 +67,13 @@ def head(
         drafts = DraftRows(number, slots.history.at[row_slots, position - 1].get(mode="clip"), real)
     if greedy:
         tokens, chosen, alive = blocks.largest(logits)[0], None, jnp.ones_like(real)
+        counts = real if drafts is None else reached(drafts, tokens, alive)
     else:
-        tokens, chosen, alive = _sample(step, slots, logits, row_slots, position, drafts, masks)
-    counts, num_computed = real, slots.num_computed
+        (tokens, counts, chosen), alive = _sample(step, slots, logits, row_slots, position, drafts, masks)
+        counts &= real
+    num_computed = slots.num_computed
     if drafts is not None:
-        with jax.named_scope("verify"):
-            counts = reached(drafts, tokens, alive)
-            num_computed = num_computed.at[row_slots].add((counts & (number > 0)).astype(jnp.int32), mode="drop")
+        num_computed = num_computed.at[row_slots].add((counts & (number > 0)).astype(jnp.int32), mode="drop")
     kept = jnp.where(alive, tokens, jnp.int32(NO_TOKEN))
     history = slots.history.at[jnp.where(counts, row_slots, slots.num_slots), position].set(kept, mode="drop")
     sampled = Sampled(reported(tokens, alive, real, counts), chosen)
@@ -95,19 +95,18 @@ def reported(
 
 def _sample(
     step: StepDefinition, slots: Slots, logits, row_slots, position, drafts: DraftRows | None, masks
-) -> tuple[Array, Logprobs, Array]:
-    """The token that each row yields, its log-probabilities, and whether there was one to take."""
+) -> tuple[Verdict, Bool[Array, " rows"]]:
+    """What each row yields, and whether there was a token to take."""
     rows = sampling_rows(slots, row_slots)
     padding = row_slots >= slots.num_slots
     rows = rows._replace(wants_logprobs=jnp.where(padding, -1, rows.wants_logprobs))
     processed = process(logits, slots.processing, row_slots, slots.history, position, masks, branches=step.branches)
-    if drafts is None:
-        tokens = step.verify.sample(processed.logits, rows, position)
-    else:
-        extras = {"rule": step.acceptance, "draft_logits": slots.logits_of_drafts(row_slots, drafts.number)}
-        tokens = step.verify.verify_draft(processed.logits, rows, position, drafts, **extras)
-    chosen = logprobs(logits, tokens, step.max_logprobs, rows.wants_logprobs, branches=step.branches)
-    return tokens, chosen, processed.alive
+    how = {}
+    if drafts is not None:
+        how = {"rule": step.acceptance, "draft_logits": slots.logits_of_drafts(row_slots, drafts.number)}
+    reports = {"raw": logits, "max_logprobs": step.max_logprobs, "branches": step.branches}
+    verdict = step.verify.judge(processed.logits, rows, position, drafts, processed.alive, **reports, **how)
+    return verdict, processed.alive
 
 
 def sampling_rows(slots: Slots, row_slots: Int32[Array, " rows"]) -> SamplingRows:

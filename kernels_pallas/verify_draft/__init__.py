@@ -1,5 +1,6 @@
 """Sampling and the verification of drafts: one contract, a token for each row of logits.
 
+    tokens, counts, logprobs = backend.judge(logits, rows, positions, drafts, alive, raw=, max_logprobs=)     all of it
     tokens = backend.sample(logits, rows, positions)
     tokens = backend.verify_draft(logits, rows, positions, drafts, rule=, draft_logits=)
     counts = reached(drafts, tokens, alive)                                                     whose tokens count
@@ -12,12 +13,25 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxserve.kernels_pallas.capability import why_no_hopper
 from jaxserve.kernels_pallas.verify_draft import reference, sampler
 from jaxserve.kernels_pallas.verify_draft.drafts import DraftLogits, DraftRows, reached
+from jaxserve.kernels_pallas.verify_draft.logprobs import Logprobs, logprobs
+from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows
 
-__all__ = ["BACKENDS", "REFERENCE", "DraftLogits", "DraftRows", "VerifyBackend", "choose_verify", "reached"]
+__all__ = ["BACKENDS", "REFERENCE", "DraftLogits", "DraftRows", "Verdict", "VerifyBackend", "choose_verify", "reached"]
+
+
+class Verdict(NamedTuple):
+    """The token that each row yields, and its log-probabilities. `counts`: the row's token stands; in a run as many as
+    drafts were accepted, and one more, the token that follows them."""
+
+    tokens: Int32[Array, " rows"]
+    counts: Bool[Array, " rows"]
+    logprobs: Logprobs
 
 
 class VerifyBackend(NamedTuple):
@@ -26,6 +40,30 @@ class VerifyBackend(NamedTuple):
     name: str
     sample: Callable
     verify_draft: Callable
+
+    def judge(
+        self,
+        logits: Float32[Array, "rows vocab"],
+        rows: SamplingRows,
+        positions: Int32[Array, " rows"],
+        drafts: DraftRows | None,
+        alive: Bool[Array, " rows"],
+        *,
+        raw: Float32[Array, "rows vocab"],
+        max_logprobs: int,
+        branches: bool = True,
+        **how: Any,
+    ) -> Verdict:
+        """Sample or verify, by `how` (see `verify_draft`), say what stands, and report log-probabilities of `raw`.
+
+        `alive`: some token of a row's `logits` was left to sample. Without drafts every row stands.
+        """
+        if drafts is None:
+            tokens, counts = self.sample(logits, rows, positions), jnp.ones_like(alive)
+        else:
+            tokens = self.verify_draft(logits, rows, positions, drafts, **how)
+            counts = reached(drafts, tokens, alive)
+        return Verdict(tokens, counts, logprobs(raw, tokens, max_logprobs, rows.wants_logprobs, branches=branches))
 
 
 REFERENCE = VerifyBackend("reference", sampler.sample, reference.verify_draft)

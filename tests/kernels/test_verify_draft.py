@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 import scipy.stats
 from hypothesis import strategies as st
 
 from jaxserve.config import ACCEPTANCE_RULES
-from jaxserve.kernels_pallas.verify_draft import DraftLogits, DraftRows, reached
+from jaxserve.kernels_pallas.verify_draft import REFERENCE, DraftLogits, DraftRows, reached
 from jaxserve.kernels_pallas.verify_draft.reference import verify_draft
 from jaxserve.kernels_pallas.verify_draft.sampler import SamplingRows, sample
 from jaxserve.sampling_params import SamplingParams
@@ -30,6 +31,24 @@ def test_agreement_gives_the_samplers_tokens():
     np.testing.assert_array_equal(verify(*case.arguments), case.samples)
     lengths = [len(tokens) for tokens in case.yielded(case.samples)]
     assert 1 == min(lengths) < max(lengths), "nothing was verified"
+
+
+def test_one_call_says_what_is_accepted_what_follows_and_how_likely_it_is():
+    case = make_case(RUNS, WIDTH, VOCAB)
+    raw = np.random.default_rng(4).normal(size=case.logits.shape).astype(np.float32)
+    wanted = case.rows._replace(wants_logprobs=np.full(len(raw), 3, np.int32))
+    alive = np.ones(len(raw), bool)
+    judge = jax.jit(functools.partial(REFERENCE.judge, max_logprobs=5))
+    tokens, counts, found = judge(case.logits, wanted, case.positions, case.drafts, alive, raw=raw)
+    expected = case.yielded(case.samples)
+    mine = [np.asarray(tokens)[run][np.asarray(counts)[run]].tolist() for run in np.split(np.arange(len(raw)), RUNS)]
+    assert mine == expected
+    exact = scipy.special.log_softmax(raw.astype(np.float64), axis=1)
+    np.testing.assert_allclose(found.token_logprob, exact[np.arange(len(raw)), tokens], atol=1e-4)
+    np.testing.assert_array_equal(found.top_ids, np.argsort(-raw, axis=1, kind="stable")[:, :5])
+    tokens, counts, _ = judge(case.logits, wanted, case.positions, None, alive, raw=raw)
+    np.testing.assert_array_equal(tokens, case.samples)
+    assert np.asarray(counts).all()
 
 
 @pytest.mark.parametrize("rule", ACCEPTANCE_RULES)
