@@ -4,7 +4,8 @@
 // k = 0, 1, 2, ... A chain may be interrupted (stored and loaded again, which is exact) but never split. So an
 // element's bits depend neither on the number of rows nor on blocks, threads or the width of a vector register.
 //
-// GCC's vector extensions (which Clang has too) stand for intrinsics: the same text is AVX2, AVX-512 and NEON.
+// GCC's vector extensions (which Clang has too) stand for intrinsics: the same text is AVX2, AVX-512 and NEON. Only the
+// products of bfloat16 have a text of their own where there is an instruction for them (AVX-512 BF16).
 
 #include <algorithm>
 #include <atomic>
@@ -17,7 +18,7 @@
 #include <vector>
 
 #if defined(__x86_64__)
-#include <xmmintrin.h>
+#include <immintrin.h>
 #endif
 
 #include "xla/ffi/api/ffi.h"
@@ -251,6 +252,77 @@ void Multiply(int64_t rows, const float* a, int64_t lda, const float* b, int64_t
   }
 }
 
+// ---- products of bfloat16 by AVX-512 BF16 --------------------------------------------------------------------
+
+// VDPBF16PS adds two products to each sum: first that of the upper halves of the lanes, then that of the lower ones,
+// each as a fused multiply-add rounds it, and flushes denormals. With k in the upper half and k + 1 in the lower one it
+// is the chain of the other functions, bit for bit.
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+constexpr bool kHasDots = true;
+constexpr int kDotRows = 12;    // with two sums each, and two vectors of the weight, they fill 32 registers
+constexpr int kDotColumns = 32;
+
+// pairs[i] = x[2 i] in the upper half, x[2 i + 1] in the lower one.
+void SwapPairs(const void* x, uint32_t* pairs, int64_t count) {
+  auto from = static_cast<const uint32_t*>(x);
+  for (int64_t i = 0; i < count; ++i) pairs[i] = from[i] << 16 | from[i] >> 16;
+}
+
+// c[kRows][kDotColumns] (+)= a @ b over 2 * pairs values of k. Within a row of c the columns lie as the unpacking of the
+// weight leaves them, and in their own order after the last block of k.
+template <int kRows>
+void DotBlock(const uint32_t* a, int64_t lda, const BFloat16* b, int64_t ldb, __mmask32 columns, float* c, int64_t ldc,
+              int64_t pairs, bool fresh, bool last, Ahead* ahead) {
+  __m512 sum[kRows][2];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) sum[r][v] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * ldc + 16 * v);
+  for (int64_t i = 0; i < pairs; ++i, b += 2 * ldb) {
+    __m512i upper = _mm512_maskz_loadu_epi16(columns, b), lower = _mm512_maskz_loadu_epi16(columns, b + ldb);
+    __m512bh weight[2] = {(__m512bh)_mm512_unpacklo_epi16(lower, upper), (__m512bh)_mm512_unpackhi_epi16(lower, upper)};
+    if (ahead) ahead->Fetch(), ahead->Fetch();
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      __m512bh x = (__m512bh)_mm512_set1_epi32(a[r * lda + i]);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], weight[v], x);
+    }
+  }
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    __m512 low = sum[r][0], high = sum[r][1];
+    _mm512_storeu_ps(c + r * ldc, last ? _mm512_permutex2var_ps(low, first, high) : low);
+    _mm512_storeu_ps(c + r * ldc + 16, last ? _mm512_permutex2var_ps(low, second, high) : high);
+  }
+}
+
+// c[rows][width] (+)= a @ b for any number of rows and columns.
+void Dots(int64_t rows, const uint32_t* a, int64_t lda, const void* b, int64_t ldb, int64_t width, float* c, int64_t ldc,
+          int64_t pairs, bool fresh, bool last, Ahead* ahead) {
+  static constexpr decltype(&DotBlock<1>) kBlocks[] = {
+      nullptr,     DotBlock<1>, DotBlock<2>, DotBlock<3>,  DotBlock<4>,  DotBlock<5>, DotBlock<6>,
+      DotBlock<7>, DotBlock<8>, DotBlock<9>, DotBlock<10>, DotBlock<11>, DotBlock<12>};
+  int64_t blocks = (rows + kDotRows - 1) / kDotRows;
+  for (int64_t j = 0; j < width; j += kDotColumns) {
+    __mmask32 columns = ~0u >> (kDotColumns - std::min<int64_t>(width - j, kDotColumns));
+    for (int64_t block = 0, from = 0, end; block < blocks; ++block, from = end) {
+      end = rows * (block + 1) / blocks;
+      kBlocks[end - from](a + from * lda, lda, static_cast<const BFloat16*>(b) + j, ldb, columns, c + from * ldc + j, ldc,
+                          pairs, fresh, last, block ? nullptr : ahead);
+    }
+  }
+}
+#else
+constexpr bool kHasDots = false;
+void SwapPairs(const void*, uint32_t*, int64_t) {}
+void Dots(int64_t, const uint32_t*, int64_t, const void*, int64_t, int64_t, float*, int64_t, int64_t, bool, bool, Ahead*) {}
+#endif
+
+// ---- numbers of any type -------------------------------------------------------------------------------------
+
 // wide[depth][kStrip] in float32 of the last columns of a weight, zeros behind them.
 template <typename T>
 void Unpack(const void* weight, int64_t stride, int64_t depth, int64_t columns, float* wide) {
@@ -357,13 +429,14 @@ const char* Bytes(const ffi::AnyBuffer& buffer) { return static_cast<const char*
 
 struct LinearShape {
   int64_t tokens, count, depth, columns;
+  bool dots;  // x comes in swapped pairs of bfloat16, else in float32
 
   int64_t block_depth() const { return count <= kFewRows ? kFewDepth : kDepth; }
   int64_t block_columns() const { return count <= kFewRows ? kFewColumns : kColumns; }
 };
 
-// Columns first .. first + width - 1 of the product; `a` is x in float32. Strip by strip, the first rows read the
-// weight as it is stored and leave it in float32 for the others.
+// Columns first .. first + width - 1 of the product of x, prepared as the shape says. Strip by strip, the first rows
+// read the weight as it is stored and leave it in float32 for the others.
 void Columns(const float* a, const char* weight, const Type& type, char* out, const Type& out_type,
              const LinearShape& s, int64_t first, int64_t width) {
   static thread_local Scratch wide_strip, result;
@@ -376,6 +449,11 @@ void Columns(const float* a, const char* weight, const Type& type, char* out, co
   for (int64_t k = 0, depth; k < s.depth; k += depth, weight += depth * stride) {
     depth = std::min(s.block_depth(), s.depth - k);
     Ahead ahead{weight + depth * stride, lines, lines, stride - 64 * lines};
+    if (s.dots) {
+      Dots(s.count, reinterpret_cast<const uint32_t*>(a) + k / 2, s.depth / 2, weight, s.columns, width, c, ldc, depth / 2,
+           k == 0, k + depth == s.depth, &ahead);
+      continue;
+    }
     for (int64_t j = 0; j < width; j += kStrip) {
       const char* strip = weight + j * type.size;
       int64_t done = 0;
@@ -401,11 +479,15 @@ ffi::Error LinearImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer wei
   const Type *type = TypeOf(weight), *out_type = TypeOf(*out);
   if (!type || !out_type || TypeOf(x) != type)
     return ffi::Error::InvalidArgument("linear: x and weight must be both float32, bfloat16 or float16");
-  LinearShape s{x.dimensions()[0], 0, x.dimensions()[1], weight.dimensions()[1]};
+  LinearShape s{x.dimensions()[0], 0, x.dimensions()[1], weight.dimensions()[1], false};
   s.count = std::min<int64_t>(std::max(count.typed_data()[0], 0), s.tokens);
   static thread_local Scratch wide_x;
   float* a = wide_x.Get(s.count * s.depth);
-  type->widen(x.untyped_data(), a, s.count * s.depth);
+  s.dots = kHasDots && x.element_type() == ffi::BF16 && s.depth % 2 == 0;
+  if (s.dots)
+    SwapPairs(x.untyped_data(), reinterpret_cast<uint32_t*>(a), s.count * s.depth / 2);
+  else
+    type->widen(x.untyped_data(), a, s.count * s.depth);
   // Enough pieces for every thread, of whole cache lines.
   int64_t piece = s.columns / (4 * std::max<int64_t>(pool.num_threads(), 1)) / 32 * 32;
   piece = std::min(std::max<int64_t>(piece, 32), s.block_columns());

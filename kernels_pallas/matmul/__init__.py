@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels_pallas.capability import why_no_hopper
 from jaxserve.kernels_pallas.cpu.library import Unavailable, load_native
-from jaxserve.kernels_pallas.cpu.linear import NativeLinear, multiplies_bfloat16
+from jaxserve.kernels_pallas.cpu.linear import NativeLinear, has_bfloat16_tiles
 
 
 class MosaicLinear(NamedTuple):
@@ -47,7 +47,7 @@ def choose_linear(
     """The product behind a name of `config.LINEAR_BACKENDS`; None is XLA's own.
 
     `products` are the model's (`ModelConfig.products`), `device` is the first unless given. `auto`, on one device: on a
-    CPU native where the library builds, unless the CPU multiplies bfloat16 itself; on Hopper mosaic if results must be
+    CPU native where the library builds, but for bfloat16 where the CPU has AMX; on Hopper mosaic if results must be
     `deterministic`. ValueError if a backend is asked for where it cannot be had.
     """
     if backend == "xla":
@@ -57,7 +57,7 @@ def choose_linear(
         backend = "mosaic" if device.platform == "gpu" else "native"
         if mesh is not None or (device.platform == "gpu" and not deterministic):
             return None
-        if backend == "native" and dtype == jnp.bfloat16 and multiplies_bfloat16():
+        if backend == "native" and dtype == jnp.bfloat16 and has_bfloat16_tiles():
             return None
         found = _find(backend, dtype, mesh, products, device)
         return None if isinstance(found, str) else found

@@ -45,6 +45,19 @@ def test_products_agree_with_float64(dtype, shape):
         np.testing.assert_array_equal(narrow, out.astype(narrow.dtype))  # rounded once, to nearest even
 
 
+@pytest.mark.parametrize("shape", [(1, 33), (126, 31), (127, 64), (300, 545)], ids=str)
+def test_a_product_of_bfloat16_is_one_chain_of_fused_multiply_adds(shape):
+    """Whatever instructions the machine has: native.cc's rule, bit for bit."""
+    depth, columns = shape
+    x, weight = random(0, 29, depth, dtype="bfloat16"), random(1, depth, columns, dtype="bfloat16")
+    expected = np.zeros((29, columns), np.float32)
+    for k in range(depth):  # in float64 a product of bfloat16 and its sum with a float32 of about its size are exact
+        expected = (expected + x[:, k, None].astype(np.float64) * weight[k].astype(np.float64)).astype(np.float32)
+    for count in (1, 5, 12, 13, 29):
+        out = np.asarray(product("bfloat16", x, weight, count, jnp.float32))
+        np.testing.assert_array_equal(out[:count], expected[:count])
+
+
 def test_a_weight_of_more_axes_keeps_them():
     x, weight = random(0, 8, 24, dtype="float32"), random(1, 24, 3, 10, dtype="float32")
     out = product("float32", x, weight, 8)
@@ -135,8 +148,10 @@ def test_the_names_of_products():
         choose_linear("native", float32, mesh)
 
 
-def test_cpus_that_multiply_bfloat16_keep_xla_for_it(monkeypatch):
+def test_cpus_with_tiles_of_bfloat16_keep_xla_for_it(monkeypatch):
     monkeypatch.setattr("jaxserve.kernels_pallas.cpu.linear.cpu_description", lambda: "flags : avx2 amx_bf16 amx_tile")
     assert choose_linear("auto", jnp.dtype("bfloat16")) is None
     assert choose_linear("auto", jnp.dtype("float32")) is not None
     assert choose_linear("native", jnp.dtype("bfloat16")) is not None
+    monkeypatch.setattr("jaxserve.kernels_pallas.cpu.linear.cpu_description", lambda: "flags : avx2 avx512_bf16")
+    assert choose_linear("auto", jnp.dtype("bfloat16")) is not None
