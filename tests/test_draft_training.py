@@ -12,12 +12,12 @@ from cli_tools import flags
 from engine_tools import run, tiny_decoder, tiny_engine
 from flax import nnx
 
-from jaxserve import SamplingParams
+from jaxserve import Engine, SamplingParams
 from jaxserve.checkpoint.draft_head import load_head, read_head, save_head
 from jaxserve.checkpoint.hugging_face import read_config
 from jaxserve.cli import main
 from jaxserve.draft_training import corpus
-from jaxserve.draft_training.prompts import template_prompts
+from jaxserve.draft_training.prompts import SYSTEMS, own_prompts
 from jaxserve.draft_training.report import plot
 from jaxserve.draft_training.trainer import TrainingOptions, train
 from jaxserve.models.decoder import Decoder
@@ -126,11 +126,48 @@ def test_int8_is_what_is_written(trained, tmp_path):
         assert np.abs(old.astype(np.float64) - new).max() <= np.abs(old).max() / 250
 
 
-def test_templates_give_the_same_prompts_for_a_seed():
-    take = lambda seed: [text for text, _ in zip(template_prompts(seed), range(200), strict=False)]
-    assert take(1) == take(1) != take(2)
-    assert len(set(take(0))) > 190
-    assert not any("{" in text or "}" in text for text in take(0))
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    with Engine(model=str(write_tiny_checkpoint(tmp_path_factory.mktemp("talker"))), **SHAPES) as engine:
+        yield engine
+        engine.check_integrity()
+
+
+def test_the_model_writes_prompts_in_the_place_of_the_user(talker, tmp_path):
+    """As another request for the same continuation would have it, and the same whatever interrupted it."""
+    whole, resumed, count = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl", 2 * len(SYSTEMS) + 3
+    told = []
+    own_prompts(talker, count, whole, seed=5, max_tokens=6, report=told.append)
+    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    texts = [line["messages"][0]["content"] for line in lines]
+    assert len(set(texts)) == count == sum(told)
+    assert [line["messages"][0]["role"] for line in lines] == ["user"] * count
+    for line, text in list(zip(lines, texts, strict=True))[: len(SYSTEMS)]:
+        system = SYSTEMS[line["number"] % len(SYSTEMS)]
+        before = "" if system is None else f"<system>{system}\n"
+        params = SamplingParams(temperature=0.9, top_p=0.95, seed=(5 << 32) + line["number"], max_tokens=6)
+        [answer] = run(talker, [(before + "<user>", params)])
+        assert answer.outputs[0].text.strip() == text
+    cut = whole.read_text().index("\n", 900)
+    resumed.write_text(whole.read_text()[: cut + 9])
+    told.clear()
+    own_prompts(talker, count, resumed, seed=5, max_tokens=6, report=told.append)
+    assert resumed.read_text() == whole.read_text()
+    assert told[0] > 0
+    assert sum(told) == count
+    own_prompts(talker, count, tmp_path / "other.jsonl", seed=6, max_tokens=6)
+    assert (tmp_path / "other.jsonl").read_text() != whole.read_text()
+
+
+def test_prompts_that_cannot_be_written(talker, tmp_path):
+    with pytest.raises(ValueError, match=r"^num_prompts=130: must be fewer, the model wrote \d+ of"):
+        own_prompts(talker, 130, tmp_path / "few.jsonl", max_tokens=1)  # of 128 tokens
+    with tiny_engine(decoder=target(), **SMALL) as engine, pytest.raises(ValueError, match="has none"):
+        own_prompts(engine, 8, tmp_path / "none.jsonl")
+    with Engine(model=str(write_tiny_checkpoint(tmp_path)), **SHAPES) as engine:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages | length }}"}))
+        with pytest.raises(ValueError, match=r"^prompts: this model's chat template changes what a user says"):
+            own_prompts(engine, 8, tmp_path / "changed.jsonl")
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """`jaxserve train-draft`: trains a draft head for a model on what the model itself says; see docs/SPECULATION.md."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from jaxserve.cli.options import add_shared_options, encoded, engine_config
 from jaxserve.validation import require
 
 if TYPE_CHECKING:
+    from jaxserve.engine import Engine
     from jaxserve.models.decoder import Decoder
 
 TRAINING = ("draft_vocab", "epochs", "batch_size", "learning_rate")
@@ -21,7 +21,7 @@ OWN = ("output_dir", "prompts", "num_prompts", "length", "seed", *TRAINING)
 def add_options(parser: ArgumentParser) -> None:
     add_shared_options(parser, sampling=False)
     parser.add_argument("--output_dir", type=str, required=True, help="a folder for the head and all that leads to it")
-    parser.add_argument("--prompts", type=str, help="a JSONL file of prompts, turns or messages; none: from templates")
+    parser.add_argument("--prompts", type=str, help="a JSONL file of prompts, turns or messages; none: the model's own")
     parser.add_argument("--num_prompts", type=int, default=1024, help="prompts that the model answers")
     parser.add_argument("--length", type=int, default=256, help="tokens of prompt and answer together")
     parser.add_argument("--draft_vocab", type=int, default=8192, help="tokens that the head knows; 0 is all")
@@ -42,8 +42,7 @@ def run(options: Namespace) -> int:
         require(options[name] >= 8, name, options[name], "an integer of at least 8")
     given = {name: options[name] for name in TRAINING} | {"draft_vocab": options.draft_vocab or None}
     training, folder = TrainingOptions(**given, seed=options.seed), Path(options.output_dir)
-    with _bar("answers", options.num_prompts) as advance:
-        target, count = _answer(options, folder / "corpus", advance)
+    target, count = _answer(options, folder)
     shards = corpus.num_shards(count)
     with _bar("steps", None) as advance:
         trained = train(target, folder / "corpus", shards, training, folder, report=advance)
@@ -54,7 +53,7 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _answer(options: Namespace, corpus_folder: Path, advance: Callable[[int], None]) -> tuple["Decoder", int]:
+def _answer(options: Namespace, output: Path) -> tuple["Decoder", int]:
     """The target, and how many prompts it has answered."""
     from jaxserve.checkpoint.hugging_face import dtype_of, read_config
     from jaxserve.checkpoint.loading import load_decoder, model_folder
@@ -68,22 +67,26 @@ def _answer(options: Namespace, corpus_folder: Path, advance: Callable[[int], No
     target = load_decoder(folder, dtype=dtype_of(described, config.dtype), max_model_len=config.max_model_len)
     tokenizer = Tokenizer.from_folder(model_folder(config.tokenizer or config.model), vocab_size=described.vocab_size)
     with Engine(config, decoder=target, text=tokenizer) as engine:
-        prompts = encoded(_prompts(options), engine)
+        prompts = encoded(_prompts(options, engine, output), engine)
         require(bool(prompts), "prompts", options.prompts, "a file with at least one prompt")
-        how = {"length": options.length, "seed": options.seed, "report": advance}
-        write_corpus(engine, target, prompts, corpus_folder, **how)
+        with _bar("answers", len(prompts)) as advance:
+            how = {"length": options.length, "seed": options.seed, "report": advance}
+            write_corpus(engine, target, prompts, output / "corpus", **how)
     return target, len(prompts)
 
 
-def _prompts(options: Namespace) -> list[str | list]:
+def _prompts(options: Namespace, engine: "Engine", output: Path) -> list[str | list]:
     from jaxserve.bench.workload import jsonl_prompts
-    from jaxserve.draft_training.prompts import template_prompts
+    from jaxserve.draft_training.prompts import own_prompts
 
+    file = Path(options.prompts or output / "prompts.jsonl")
     if options.prompts:
-        require(Path(options.prompts).is_file(), "prompts", options.prompts, "an existing file")
-        return list(jsonl_prompts(options.prompts, options.num_prompts))
-    texts = itertools.islice(template_prompts(options.seed), options.num_prompts)
-    return [[{"role": "user", "content": text}] for text in texts]
+        require(file.is_file(), "prompts", options.prompts, "an existing file")
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+        with _bar("prompts", options.num_prompts) as advance:
+            own_prompts(engine, options.num_prompts, file, seed=options.seed, report=advance)
+    return list(jsonl_prompts(file, options.num_prompts))
 
 
 @contextmanager
