@@ -115,8 +115,8 @@ def _states(decoder, tokens, third: bool):
 class Recipe:
     """Drafts of a head over a target, in float64, from the tensors as they are stored."""
 
-    def __init__(self, method: str, tensors: dict[str, np.ndarray], decoder):
-        self.method, self.third = method, method == "eagle3"
+    def __init__(self, method: str, tensors: dict[str, np.ndarray], decoder, window: int = LONGEST):
+        self.method, self.third, self.window = method, method == "eagle3", window
         plain = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
         maps = "d2t", "t2d", "token_map"
         self.w = {name: value.astype(np.float64) for name, value in plain.items() if name not in maps}
@@ -179,10 +179,10 @@ class Recipe:
         return residual + self.w["layers.0.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
 
     def _attention(self, x: np.ndarray) -> np.ndarray:
-        """Of the last row to all rows."""
+        """Of the last row to all rows of its window."""
         project = lambda name, heads: (x @ self.w[f"layers.0.self_attn.{name}_proj.weight"].T).reshape(-1, heads, DIM)
         q, k, v = project("q", HEADS), project("k", KV_HEADS), project("v", KV_HEADS)
-        q, k = self._rotate(q)[-1], self._rotate(k)
+        q, k, v = self._rotate(q)[-1], self._rotate(k)[-self.window :], v[-self.window :]
         mixed = []
         for head in range(HEADS):
             group = head // (HEADS // KV_HEADS)

@@ -18,6 +18,7 @@ from jaxserve.models.weights import random_decoder
 CASES = [
     pytest.param({"method": "eagle", "reduced": False}, id="eagle", marks=pytest.mark.slow),
     pytest.param({"method": "eagle", "reduced": True, "bias": True}, id="eagle, bias and reduced"),
+    pytest.param({"method": "eagle", "reduced": True, "window": 11}, id="eagle, window"),
     pytest.param({"method": "eagle3", "reduced": True}, id="eagle3"),
     pytest.param({"method": "medusa", "reduced": False}, id="medusa", marks=pytest.mark.slow),
     pytest.param({"method": "medusa", "reduced": True, "bias": True}, id="medusa, bias and reduced"),
@@ -59,8 +60,9 @@ def agreement(recipe: tools.Recipe, seen) -> tuple[int, int]:
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_are_those_of_the_recipe(tmp_path, case):
     """Alone and together, after accepted and rejected drafts, over cached prefixes, chunks and branches."""
-    tensors = tools.head_tensors(**case)
-    folder = tools.write_head(tmp_path, case["method"], tensors)
+    window = case.get("window", tools.LONGEST)
+    tensors = tools.head_tensors(**{name: value for name, value in case.items() if name != "window"})
+    folder = tools.write_head(tmp_path, case["method"], tensors, sliding_window=window)
     seen = []
     with head_engine(folder, case["method"]) as engine:
         watch_drafts(engine, seen)
@@ -71,7 +73,7 @@ def test_drafts_are_those_of_the_recipe(tmp_path, case):
         run(engine, [(shared[:48], params), ([*shared[:40], 8, 9], params), (shared[:64], params)])
         assert engine.stats()["prefix_cache_hits"] > 0
     assert len(seen) > 20
-    same, clear = agreement(tools.Recipe(case["method"], tensors, tiny_decoder("float32")), seen)
+    same, clear = agreement(tools.Recipe(case["method"], tensors, tiny_decoder("float32"), window), seen)
     assert same == clear > 30
 
 
@@ -254,6 +256,9 @@ def test_configurations_that_do_not_fit(tmp_path):
         read(num_hidden_layers=2)
     with pytest.raises(CheckpointError, match="hidden_size=32"):
         read(hidden_size=32)
+    with pytest.raises(CheckpointError, match=r"sliding_window=0: must be a positive integer"):
+        read(sliding_window=0)
+    assert read(sliding_window=4096, use_sliding_window=False).layer.windows == (None,)
     third = tools.head_tensors("eagle3", reduced=True)
     folder = tools.write_head(tmp_path, "eagle3", third, eagle_config={"eagle_aux_hidden_state_layer_ids": [9]})
     with pytest.raises(CheckpointError, match="from 0 to 2"):

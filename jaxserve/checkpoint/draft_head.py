@@ -36,6 +36,7 @@ from jaxserve.models.eagle import EagleConfig, EagleHead
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.models.registry import Fuse
 from jaxserve.models.weights import JUNK, check_names
+from jaxserve.validation import is_integer
 
 _MAP = "t2d"
 _MEDUSA_FILE = "medusa_lm_head.safetensors"
@@ -59,6 +60,7 @@ def _read_eagle(
     third = method == "eagle3"
     layer = ModelConfig.from_hf({**values, "architectures": ["LlamaForCausalLM"]})
     layer = replace(layer, tie_word_embeddings=False, bos_token_id=None, eos_token_ids=(), dtype=None)  # the target's
+    layer = replace(layer, windows=(_window(folder, values),))
     if layer.num_layers != 1:
         raise UnsupportedModelError(f"{folder}: config.json: num_hidden_layers={layer.num_layers}: a head has one")
     for name in ("norm_before_residual", "norm_before_fc"):
@@ -80,6 +82,14 @@ def _read_eagle(
         own_embed="embed_tokens.weight" not in shared,
         own_head="lm_head.weight" not in shared,
     )
+
+
+def _window(folder: Path, values: Mapping[str, Any]) -> int | None:
+    """How many positions the head sees, its own among them. Configurations of Qwen name one that is not used."""
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    if window is not None and not (is_integer(window) and window >= 1):
+        raise CheckpointError(f"{folder}: config.json: sliding_window={window!r}: must be a positive integer or null")
+    return window
 
 
 def _read_medusa(
@@ -166,6 +176,7 @@ def _describe(config: EagleConfig) -> dict[str, Any]:
         "rms_norm_eps": layer.rms_norm_eps,
         "rope_theta": layer.rope_theta,
         "max_position_embeddings": layer.max_position_embeddings,
+        "sliding_window": layer.windows[0],
     }
     if config.draft_vocab is not None:
         described["draft_vocab_size"] = config.draft_vocab

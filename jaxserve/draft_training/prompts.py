@@ -54,7 +54,7 @@ def own_prompts(
     with file.open("w", encoding="utf-8") as out:
         out.writelines(_line(text, known) for text, known in found.items())
         while len(found) < count:
-            if number >= 10 * count:
+            if number >= 4 * count:
                 raise ValueError(f"num_prompts={count}: must be fewer, the model wrote {len(found)} of {number}")
             numbers = range(number, number + min(_AT_ONCE, count - len(found)))
             number = numbers.stop

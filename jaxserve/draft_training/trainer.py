@@ -118,8 +118,10 @@ def train(
 
 
 def _new_head(target: Decoder, corpus: Path, shards: int, options: TrainingOptions) -> EagleHead:
-    """A head of the target's own shape. It begins by handing on the state that it gets."""
+    """A head of the target's own shape. It begins by handing on the state that it gets. Its window is the length of a
+    sequence: greater distances are not trained."""
     config = target.config
+    window = next(read_answers(corpus, 1)).tokens.shape[1]
     layer = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=config.vocab_size,
@@ -132,7 +134,7 @@ def _new_head(target: Decoder, corpus: Path, shards: int, options: TrainingOptio
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         rope_theta=config.rope_theta,
-        windows=(None,),
+        windows=(window,),
         uses_rope=(True,),
     )
     ids = None
@@ -231,10 +233,17 @@ def _attend(keys: list[tuple[Array, Array]], q: Array, k: Array, v: Array, *, sc
     return mixed.reshape(tokens, heads, dim).astype(q.dtype)
 
 
-def _counts(shard: Shard, depth: int) -> Array:
-    """Which positions count at a depth: those that draft a token of the answer, with all their inputs there."""
+def _trained(shard: Shard, depth: int) -> Array:
+    """Which positions are trained at a depth: those with all their inputs. What the target would say next within a
+    prompt is as good to learn as what it said in the answer."""
     positions = jnp.arange(shard.tokens.shape[1], dtype=jnp.int32)[None]
-    return (positions + 1 >= shard.starts[:, None]) & (positions < shard.lengths[:, None]) & (positions >= depth)
+    return (positions < shard.lengths[:, None]) & (positions >= depth)
+
+
+def _judged(shard: Shard, depth: int) -> Array:
+    """And of those the ones that draft a token of the answer."""
+    positions = jnp.arange(shard.tokens.shape[1], dtype=jnp.int32)[None]
+    return _trained(shard, depth) & (positions + 1 >= shard.starts[:, None])
 
 
 def _loss(graph: nnx.GraphDef, params: Params, rest: Params, target: TargetWeights, shard: Shard) -> Array:
@@ -244,7 +253,7 @@ def _loss(graph: nnx.GraphDef, params: Params, rest: Params, target: TargetWeigh
     for depth, state in enumerate(states, 1):
         entropy = optax.softmax_cross_entropy(_logits(state, target.columns), wanted)
         distance = optax.huber_loss(state.astype(jnp.float32), shard.hidden.astype(jnp.float32)).mean(-1)
-        counts = _counts(shard, depth)
+        counts = _trained(shard, depth)
         count = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
         total += jnp.where(counts, entropy + distance, 0).sum() / count
     return total / len(states)
@@ -275,8 +284,8 @@ def _correct(graph: nnx.GraphDef, params: Params, rest: Params, target: TargetWe
     for depth, state in enumerate(states, 1):
         drafted = _logits(state, target.columns).argmax(-1)
         drafted = ids[0][drafted] if ids else drafted
-        right.append(((drafted == likeliest) & _counts(shard, depth)).sum())
-    return jnp.stack(right), jnp.stack([_counts(shard, depth).sum() for depth in range(1, DEPTH + 1)])
+        right.append(((drafted == likeliest) & _judged(shard, depth)).sum())
+    return jnp.stack(right), jnp.stack([_judged(shard, depth).sum() for depth in range(1, DEPTH + 1)])
 
 
 def _accuracy(measure: Callable, corpus: Path, index: int, options: TrainingOptions) -> list[float]:
