@@ -1,8 +1,8 @@
 """What speculation gains, by kind of prompt and by load: pairs of runs with and without drafts, on the same prompts.
 
 A cell is a group of prompts and a concurrency. Every prompt is computed once before (its pages stay in the prefix
-cache), so that the time is that of decoding. "Without" are requests that decline drafts (`speculative=False`), in the
-same engine.
+cache), so that the time is that of decoding. "Without" is an engine of its own, without speculation: one that has a
+draft head computes the head's keys even for requests that decline drafts.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.engine import Engine
 from jaxserve.sampling_params import SamplingParams
@@ -24,6 +24,13 @@ PROMPTS = {1: 8, 4: 16, 16: 32, 64: 64}  # concurrency: prompts
 CHAT = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 Prompts = Sequence[list[int]]
+
+
+class Engines(NamedTuple):
+    """Of one model, with the same options but for speculation."""
+
+    without: Engine
+    with_: Engine
 
 
 @dataclass
@@ -71,6 +78,7 @@ class Cell:
             f"{self.acceptance_rate:.2f}",
             f"{self.mean_accepted_length:.2f}",
             f"{self.draft_tokens / max(self.output_tokens, 1):.2f}",
+            " ".join(f"{accepted / max(self.drafts, 1):.2f}" for accepted in self.accepted_at),
         ]
 
 
@@ -83,6 +91,7 @@ HEADINGS = (
     "acceptance",
     "accepted length",
     "drafts/token",
+    "accepted as 1st, 2nd, ...",
 )
 
 
@@ -109,20 +118,21 @@ def spread(prompts: Sequence[Any], count: int) -> list[Any]:
     return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
-def measure_cell(engine: Engine, group: str, concurrency: int, prompts: Prompts, pairs: int = PAIRS) -> Cell:
+def measure_cell(engines: Engines, group: str, concurrency: int, prompts: Prompts, pairs: int = PAIRS) -> Cell:
     """Run the prompts, `concurrency` at once, without and with drafts in turn."""
     cell = Cell(group, concurrency, len(prompts))
-    _run(engine, prompts, concurrency, 1, speculative=False)  # the prefix cache is filled
-    _run(engine, prompts[:concurrency], concurrency, OUTPUT_TOKENS, speculative=True)  # and the programs compiled
+    for engine in engines:
+        _run(engine, prompts, concurrency, 1)  # the prefix cache is filled
+        _run(engine, prompts[:concurrency], concurrency, OUTPUT_TOKENS)  # and the programs compiled
     for _ in range(pairs):
-        without, tokens = _run(engine, prompts, concurrency, OUTPUT_TOKENS, speculative=False)
-        engine.reset_stats()
-        with_, same = _run(engine, prompts, concurrency, OUTPUT_TOKENS, speculative=True)
+        without, tokens = _run(engines.without, prompts, concurrency, OUTPUT_TOKENS)
+        engines.with_.reset_stats()
+        with_, same = _run(engines.with_, prompts, concurrency, OUTPUT_TOKENS)
         if tokens != same:
             raise RuntimeError(f"{group}, {concurrency} at once: speculation changed the tokens")
         cell.seconds_without.append(without)
         cell.seconds_with.append(with_)
-        _count(cell, engine.stats(), sum(map(len, tokens)))
+        _count(cell, engines.with_.stats(), sum(map(len, tokens)))
     return cell
 
 
@@ -135,11 +145,9 @@ def _count(cell: Cell, stats: dict[str, Any], tokens: int) -> None:
     cell.accepted_at = [stats[name] for name in places]
 
 
-def _run(
-    engine: Engine, prompts: Prompts, concurrency: int, output_tokens: int, *, speculative: bool
-) -> tuple[float, list[list[int]]]:
+def _run(engine: Engine, prompts: Prompts, concurrency: int, output_tokens: int) -> tuple[float, list[list[int]]]:
     """Seconds, and the tokens of each prompt."""
-    params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True, speculative=speculative)
+    params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
     waiting, tokens = list(enumerate(prompts))[::-1], [[] for _ in prompts]
     running = 0
     started = time.perf_counter()
@@ -155,7 +163,7 @@ def _run(
 
 
 def run_cells(
-    engine: Engine,
+    engines: Engines,
     groups: dict[str, Prompts],
     concurrencies: Sequence[int],
     journal: Path | None,
@@ -170,7 +178,7 @@ def run_cells(
         for concurrency in concurrencies:
             if (group, concurrency) in known:
                 continue
-            cell = measure_cell(engine, group, concurrency, spread(prompts, PROMPTS.get(concurrency, concurrency)))
+            cell = measure_cell(engines, group, concurrency, spread(prompts, PROMPTS.get(concurrency, concurrency)))
             cells.append(cell)
             report(cell)
             if journal is not None:

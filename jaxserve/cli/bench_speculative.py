@@ -1,5 +1,6 @@
 """`jaxserve bench speculative`: what drafts gain, by kind of prompt and by load."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def run(options: Namespace) -> int:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     chat = lambda text: [{"role": "user", "content": text}]
-    with load(config) as llm:
+    with load(config) as llm, load(replace(config, speculative_config=None)) as plain:
         prompts = {
             name: encoded(map(chat, bench.spread(texts, max(bench.PROMPTS.values()))), llm.engine)
             for name, texts in groups.items()
@@ -49,7 +50,8 @@ def run(options: Namespace) -> int:
         line(bench.HEADINGS)
         line(["---"] * len(bench.HEADINGS))
         journal = folder / "cells.jsonl" if folder is not None else None
-        cells = bench.run_cells(llm.engine, prompts, options.concurrency, journal, lambda cell: line(cell.row()))
+        engines = bench.Engines(without=plain.engine, with_=llm.engine)
+        cells = bench.run_cells(engines, prompts, options.concurrency, journal, lambda cell: line(cell.row()))
     print(bench.summary(cells))
     if folder is not None:
         bench.plot(cells, folder / "speedup.svg")
