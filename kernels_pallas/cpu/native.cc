@@ -315,8 +315,52 @@ void Dots(int64_t rows, const uint32_t* a, int64_t lda, const void* b, int64_t l
     }
   }
 }
+// c[kRows][kVectors * 16] = a @ b, where b lies in pairs as `a` does: [pairs][stride].
+template <int kRows, int kVectors>
+void PairBlock(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t stride, float* c, int64_t ldc, int64_t pairs) {
+  __m512 sum[kRows][kVectors];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < pairs; ++i) {
+    __m512bh column[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) column[v] = (__m512bh)_mm512_loadu_si512(b + i * stride + 16 * v);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      __m512bh x = (__m512bh)_mm512_set1_epi32(a[r * lda + i]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], column[v], x);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(c + r * ldc + 16 * v, sum[r][v]);
+}
+
+// c[rows][columns] = a @ b in pairs; `columns` is a multiple of 32.
+void PairDots(int64_t rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t stride, int64_t columns, float* c,
+              int64_t ldc, int64_t pairs) {
+  static constexpr decltype(&PairBlock<1, 2>) kTwo[] = {
+      nullptr,         PairBlock<1, 2>, PairBlock<2, 2>, PairBlock<3, 2>,  PairBlock<4, 2>,  PairBlock<5, 2>, PairBlock<6, 2>,
+      PairBlock<7, 2>, PairBlock<8, 2>, PairBlock<9, 2>, PairBlock<10, 2>, PairBlock<11, 2>, PairBlock<12, 2>};
+  static constexpr decltype(&PairBlock<1, 4>) kFour[] = {nullptr,         PairBlock<1, 4>, PairBlock<2, 4>, PairBlock<3, 4>,
+                                                         PairBlock<4, 4>, PairBlock<5, 4>, PairBlock<6, 4>};
+  int64_t blocks = (rows + kDotRows - 1) / kDotRows;
+  for (int64_t j = 0, step; j < columns; j += step) {
+    bool four = rows <= 6 && columns - j >= 64;  // few rows leave the adders idle unless they take more columns
+    step = four ? 64 : 32;
+    for (int64_t block = 0, from = 0, end; block < blocks; ++block, from = end) {
+      end = rows * (block + 1) / blocks;
+      (four ? kFour : kTwo)[end - from](a + from * lda, lda, b + j, stride, c + from * ldc + j, ldc, pairs);
+    }
+  }
+}
 #else
 constexpr bool kHasDots = false;
+void PairDots(int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, float*, int64_t, int64_t) {}
 void SwapPairs(const void*, uint32_t*, int64_t) {}
 void Dots(int64_t, const uint32_t*, int64_t, const void*, int64_t, int64_t, float*, int64_t, int64_t, bool, bool, Ahead*) {}
 #endif
@@ -383,6 +427,22 @@ void UnpackKeys(const void* const* rows, int64_t count, int64_t head_dim, float*
       Transpose(x);
       for (int i = 0; i < kLanes && d + i < head_dim; ++i)
         std::memcpy(wide + (d + i) * kBlock + key, &x[i], sizeof(Floats));
+    }
+}
+
+// pairs[head_dim / 2][kBlock]: keys of bfloat16 as columns of swapped pairs, for head_dims of whole vectors; columns
+// behind the last key are as above.
+void UnpackKeyPairs(const void* const* rows, int64_t count, int64_t head_dim, uint32_t* pairs) {
+  for (int64_t key = 0; key < count; key += kLanes)
+    for (int64_t d = 0; d < head_dim / 2; d += kLanes) {
+      Floats x[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        Words both = {};
+        if (key + i < count) std::memcpy(&both, static_cast<const uint32_t*>(rows[key + i]) + d, sizeof both);
+        x[i] = (Floats)(both << 16 | both >> 16);
+      }
+      Transpose(x);
+      for (int i = 0; i < kLanes; ++i) std::memcpy(pairs + (d + i) * kBlock + key, &x[i], sizeof(Floats));
     }
 }
 
@@ -620,7 +680,14 @@ void Attend(const Tile& tile, int64_t kv_head, const char* q, const Type& q_type
   auto at = [&](int64_t r) {
     return ((tile.row + r / group) * s.heads + kv_head * group + r % group) * s.head_dim * q_type.size;
   };
-  for (int64_t r = 0; r < rows; ++r) q_type.widen(q + at(r), queries + r * width, s.head_dim);
+  bool dots = kHasDots && &q_type == Make<BFloat16>() && &type == &q_type && s.head_dim % (2 * kLanes) == 0;
+  auto pairs = reinterpret_cast<uint32_t*>(queries), key_pairs = reinterpret_cast<uint32_t*>(wide);
+  for (int64_t r = 0; r < rows; ++r) {
+    if (dots)
+      SwapPairs(q + at(r), pairs + r * width, s.head_dim / 2);
+    else
+      q_type.widen(q + at(r), queries + r * width, s.head_dim);
+  }
   std::fill(results, results + rows * width, 0.0f);
   std::fill(maximum, maximum + rows, kMasked);
   std::fill(total, total + rows, 0.0f);
@@ -632,8 +699,13 @@ void Attend(const Tile& tile, int64_t kv_head, const char* q, const Type& q_type
   for (; first < end; first += kBlock) {
     int64_t count = std::min(kBlock, end - first), keys = (count + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
     RowsOf(pages, type, s, table, kv_head, first, count, kv);
-    type.unpack_keys(kv, count, s.head_dim, wide);
-    Multiply(rows, queries, width, wide, kBlock, keys, scores, kBlock, s.head_dim, true);
+    if (dots) {
+      UnpackKeyPairs(kv, count, s.head_dim, key_pairs);
+      PairDots(rows, pairs, width, key_pairs, kBlock, keys, scores, kBlock, s.head_dim / 2);
+    } else {
+      type.unpack_keys(kv, count, s.head_dim, wide);
+      Multiply(rows, queries, width, wide, kBlock, keys, scores, kBlock, s.head_dim, true);
+    }
     for (int64_t r = 0; r < rows; ++r) {
       int64_t seen = tile.start + r / group + 1 - first;  // keys of this block up to the row's own position
       int64_t from = s.window ? std::max<int64_t>(seen - s.window, 0) : 0;

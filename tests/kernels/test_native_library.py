@@ -8,13 +8,16 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxserve.kernels_pallas.cpu import library
 from jaxserve.kernels_pallas.cpu.library import Native, Unavailable, load_native
-from jaxserve.kernels_pallas.cpu.linear import choose_norm
+from jaxserve.kernels_pallas.cpu.linear import NativeLinear, choose_norm
 from jaxserve.kernels_pallas.matmul import choose_linear
 from jaxserve.kernels_pallas.paged_attention import choose_attention
+from jaxserve.kernels_pallas.paged_attention.native import NativeAttention
+from jaxserve.kernels_pallas.paged_attention.reference import Prepared
 
 has_compiler = pytest.mark.skipif(
     not any(map(shutil.which, library._COMPILERS)), reason="there is no C++ compiler here"
@@ -110,3 +113,32 @@ def test_the_names_of_functions_change_with_the_source(cache, monkeypatch):
     monkeypatch.setenv("JAXSERVE_CACHE", str(cache / "other"))
     second = load_native()
     assert not set(first) & set(second)
+
+
+@has_compiler
+@pytest.mark.skipif("avx512_bf16" not in library.cpu_description().split(), reason="this CPU has no AVX-512 BF16")
+def test_the_instructions_for_bfloat16_change_no_bits(tmp_path, monkeypatch):
+    """Against a library that does without them, over products and attention of many shapes."""
+    here = load_native()
+    monkeypatch.setattr(library, "_FLAGS", (*library._FLAGS, "-mno-avx512bf16"))
+    plain = library._register(library._built(tmp_path))
+    assert plain.linear != here.linear
+    random = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
+    for count, depth, columns in [(1, 64, 1), (5, 576, 1500), (12, 128, 65), (25, 1536, 576), (130, 300, 40)]:
+        x, weight = normal(count, depth), normal(depth, columns)
+        products = [
+            NativeLinear(native.linear)(x, weight, jnp.float32, count=jnp.int32(count)) for native in (here, plain)
+        ]
+        np.testing.assert_array_equal(*products)
+    for head_dim, heads, kv_heads, window in [(64, 9, 3, None), (128, 4, 4, 70), (32, 8, 1, None), (48, 6, 2, 5)]:
+        q, pages = normal(45, heads, head_dim), normal(40, 2, kv_heads, 16, head_dim)
+        table = jnp.asarray(random.permutation(39).reshape(3, 13), jnp.int32)
+        slot = jnp.asarray([0] * 7 + [1] * 35 + [2] * 3, jnp.int32)
+        position = jnp.asarray([*range(195, 202), *range(35), 63, 64, -1], jnp.int32)
+        prepared = Prepared(table, slot, position)
+        attention = [
+            NativeAttention(native.paged_attention)(q, pages, prepared, scale=head_dim**-0.5, window=window)
+            for native in (here, plain)
+        ]
+        np.testing.assert_array_equal(*attention)
