@@ -44,7 +44,7 @@ class Begun(NamedTuple):
     plan: StepPlan
     wanted: WantedRows
     computed: Computed
-    dispatched_at: float  # perf_counter
+    dispatched_at: float | None  # perf_counter; None if it waited for a compilation
 
 
 class InFlight(NamedTuple):
@@ -53,7 +53,7 @@ class InFlight(NamedTuple):
     plan: StepPlan
     wanted: WantedRows
     handle: StepHandle
-    dispatched_at: float  # perf_counter
+    dispatched_at: float | None  # perf_counter; None if it waited for a compilation
 
 
 class Engine:
@@ -86,7 +86,7 @@ class Engine:
         self.runner = parts.runner
         self.input_processor = parts.input_processor
         self._drafts = parts.length_controller
-        self._last_arrival = 0.0
+        self._last_arrival = self._left_at = self._away = 0.0
         self._outputs = OutputProcessor(self.tokenizer)
         self._mask_builder = MaskBuilder(self.model_config.vocab_size)
         self._groups: dict[str, RequestGroup] = {}
@@ -171,6 +171,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns what it added to each request (new tokens and text only)."""
         self._check_open()
+        self._away = perf_counter() - self._left_at
         plan, self._planned = self._planned or self.scheduler.schedule(), None
         arrived, self._in_flight = self._in_flight, None
         if plan and arrived is not None and not self._is_compiled(plan):
@@ -184,6 +185,7 @@ class Engine:
         if arrived is not None:
             self._take_in(arrived)
         outputs, self._pending = self._pending, []
+        self._left_at = perf_counter()
         return outputs
 
     def _is_compiled(self, plan: StepPlan) -> bool:
@@ -207,8 +209,9 @@ class Engine:
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
         self._metrics.step(plan.num_tokens)
         runs = Runs.of_columns(slots, latest, counts, samples, drafts)
+        compiled = self._is_compiled(plan)
         computed = self.runner.compute(runs, plan.new_pages, **plan.head_kind)
-        return Begun(plan, wanted_rows(plan), computed, perf_counter())
+        return Begun(plan, wanted_rows(plan), computed, perf_counter() if compiled else None)
 
     def _sample(self, begun: Begun) -> InFlight:
         plan, wanted, computed, dispatched_at = begun
@@ -252,13 +255,21 @@ class Engine:
         """Wait for a step and process what it yielded."""
         plan, result = arrived.plan, arrived.handle.result()
         if self._drafts is not None:
-            now, started = perf_counter(), max(arrived.dispatched_at, self._last_arrival)
-            self._last_arrival = now
-            if plan.num_sampled == plan.num_tokens:  # every row decodes
-                reported = result.tokens[: plan.num_sampled]
-                rows = int((reported != NO_DRAFT).sum()) if self.runner.step.compacts else plan.num_tokens
-                self._drafts.observe_step(rows, int((reported >= 0).sum()), now - started)
+            self._observe_time(arrived, result)
         self._process(plan, arrived.wanted, result)
+
+    def _observe_time(self, arrived: InFlight, result: StepResult) -> None:
+        """Tell the controller of draft lengths what a step took in which every row decodes. Not if it waited for a
+        compilation, nor if nobody asked for it while it ran: the last of some work lies there until there is more."""
+        plan, started, last = arrived.plan, arrived.dispatched_at, self._last_arrival
+        self._last_arrival = now = perf_counter()
+        if started is None or plan.num_sampled != plan.num_tokens:
+            return
+        seconds = now - max(started, last)
+        if self._away < seconds / 2:
+            reported = result.tokens[: plan.num_sampled]
+            rows = int((reported != NO_DRAFT).sum()) if self.runner.step.compacts else plan.num_tokens
+            self._drafts.observe_step(rows, int((reported >= 0).sum()), seconds)
 
     def _process(self, plan: StepPlan, wanted: WantedRows, result: StepResult) -> None:
         """Hand each entry's result to its request and note what is new."""

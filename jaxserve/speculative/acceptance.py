@@ -7,21 +7,23 @@ NO_TOKEN = -1  # no token was left to sample
 REJECTED = -2  # the draft that the row computes, or one before it, was rejected
 NO_DRAFT = -3  # there was no such draft
 
-FORGET = 0.9  # weight of an earlier draft in a request's acceptance
-PRIOR_DRAFTS = 1.0  # drafts' worth of the mean acceptance in a request's own
+FORGET = 0.9  # weight of an earlier draft in a request's acceptance: texts change from part to part
+FORGET_ALL = 0.99  # and in that of all requests, which only has to follow the kind of work
+PRIOR_DRAFTS = 3.0  # drafts' worth of the latter in the former: with less, chance alone stops a request's drafts
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often drafts of a request were accepted, recent ones counting more."""
+    """How often drafts were accepted, recent ones counting more: an earlier one `forget` times as much."""
 
     accepted: float = 0.0
     tried: float = 0.0
+    forget: float = FORGET
     idle_steps: int = 0
 
     def observe(self, drafted: int, accepted: int) -> None:
-        self.accepted = FORGET * self.accepted + accepted
-        self.tried = FORGET * self.tried + accepted + (accepted < drafted)
+        self.accepted = self.forget * self.accepted + accepted
+        self.tried = self.forget * self.tried + accepted + (accepted < drafted)
 
     def rate(self, prior: float) -> float:
         """The probability that a draft is accepted whose predecessors are."""

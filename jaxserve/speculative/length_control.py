@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.config import SpeculativeConfig
 from jaxserve.request import Request
-from jaxserve.speculative.acceptance import NO_DRAFT, Acceptance
+from jaxserve.speculative.acceptance import FORGET_ALL, NO_DRAFT, Acceptance
 
 FORGET_COST = 0.97  # weight of an earlier step in the cost of a row
 FORGET_RATE = 0.9  # and in the rate, which changes with the load
@@ -64,7 +64,7 @@ class LengthController:
         self._fixed = config.length_control == "fixed"
         self._lengths = (0, most) if self._fixed else tuple(k for k in (*config.draft_lengths, most) if k <= most)
         self._cost = StepCost()
-        self._all = Acceptance(accepted=1.0, tried=2.0)
+        self._all = Acceptance(accepted=1.0, tried=2.0, forget=FORGET_ALL)
         self.counts = Counts(accepted_at=[0] * most)
         self.last_mean_length = 0.0
 
