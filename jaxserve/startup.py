@@ -167,7 +167,7 @@ def start(
         if differs is not None and config.deterministic is True:
             raise ValueError(f"deterministic=True: {differs}")
         deterministic = differs is None
-    controller = None if speculative is None else LengthController(speculative)
+    controller = None if speculative is None else LengthController(speculative, buckets.tokens)
     scheduler = Scheduler(
         BlockPool(plan.num_pages, enable_prefix_caching=config.enable_prefix_caching),
         page_size=layout.page_size,

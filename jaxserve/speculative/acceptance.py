@@ -14,17 +14,27 @@ PRIOR_DRAFTS = 3.0  # drafts' worth of the latter in the former: with less, chan
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often drafts were accepted, recent ones counting more: an earlier one `forget` times as much."""
+    """How often drafts were accepted, and how often there were any; an earlier one counts `forget` times as much."""
 
     accepted: float = 0.0
     tried: float = 0.0
+    found: float = 0.0
+    asked: float = 0.0
     forget: float = FORGET
     idle_steps: int = 0
 
     def observe(self, drafted: int, accepted: int) -> None:
-        self.accepted = self.forget * self.accepted + accepted
-        self.tried = self.forget * self.tried + accepted + (accepted < drafted)
+        """Drafts were asked for, and `drafted` of them existed."""
+        self.found = self.forget * self.found + (drafted > 0)
+        self.asked = self.forget * self.asked + 1
+        if drafted:
+            self.accepted = self.forget * self.accepted + accepted
+            self.tried = self.forget * self.tried + accepted + (accepted < drafted)
 
     def rate(self, prior: float) -> float:
         """The probability that a draft is accepted whose predecessors are."""
         return (self.accepted + PRIOR_DRAFTS * prior) / (self.tried + PRIOR_DRAFTS)
+
+    def existence(self, prior: float) -> float:
+        """The probability that there are drafts."""
+        return (self.found + PRIOR_DRAFTS * prior) / (self.asked + PRIOR_DRAFTS)

@@ -1,49 +1,106 @@
 """How many draft tokens a request gets in a step. Host side; knows no JAX.
 
-A row of the step costs time, and time is worth tokens: at R tokens a second and c seconds a row, a draft row must yield
-R * c tokens to pay. The i-th draft of a request whose drafts are accepted with probability a yields a**i. So each
-request gets the length k of the prepared ones that maximises a + a**2 + ... + a**k - k * R * c (maximising a ratio
-by its current value: Dinkelbach, 1967). R and c come from the steps themselves: under load R * c nears 1 and nobody
-drafts, and when it falls they begin again.
+A step takes what its bucket of planned tokens takes, and more for each row that is really computed (a planned draft may
+not exist). Both are measured. The i-th draft of a request whose drafts exist with probability p and are accepted with
+probability a yields p * a**i. So for each bucket there is a best choice, the drafts that yield most a row until the
+bucket is full, and the step takes the bucket that promises most tokens a second. Under load that is the smallest one
+and nobody drafts; when the load falls drafts are tried again.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from jaxserve.config import SpeculativeConfig
 from jaxserve.request import Request
 from jaxserve.speculative.acceptance import FORGET_ALL, NO_DRAFT, Acceptance
 
-FORGET_COST = 0.97  # weight of an earlier step in the cost of a row
-FORGET_RATE = 0.9  # and in the rate, which changes with the load
+LEARN = 0.1  # weight of a step in what its bucket takes
+DRIFT = 0.05  # and in what the others do: contexts and the machine change for all
+FORGET_SLOPE = 0.97  # weight of an earlier step in the cost of a row
+STALE = 300  # steps after which a bucket that was not seen counts as unknown, and may be tried again
 ASSUMED_SHARE = 0.1  # of a row's share of its step: what one more costs, while that is not known
 ASSUMED_SPREAD = 0.25  # variance of the rows (squared) up to which the assumption counts more than what was seen
 PROBE_AFTER = 24  # steps without a draft after which a request tries one
 
 
+@dataclass(slots=True)
+class Level:
+    """Means of the recent steps of a bucket, and how many steps ago the last was."""
+
+    rows: int | float
+    seconds: float
+    age: int = 0
+
+
 class StepCost:
-    """seconds = a + c * rows, and tokens a second, of recent steps in which every row decodes."""
+    """Seconds of a step in which every row decodes, by its bucket and its rows.
 
-    def __init__(self):
-        self._line = [0.0] * 5  # sums of 1, rows, seconds, rows², rows * seconds
-        self._rate = [0.0] * 2  # of tokens, seconds
+    `buckets` are sizes of planned tokens, ascending; a number beyond them is a bucket of its own.
+    """
 
-    def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        line, rate = (1.0, rows, seconds, rows * rows, rows * seconds), (tokens, seconds)
-        self._line = [FORGET_COST * old + new for old, new in zip(self._line, line, strict=True)]
-        self._rate = [FORGET_RATE * old + new for old, new in zip(self._rate, rate, strict=True)]
+    def __init__(self, buckets: Sequence[int] = ()):
+        self._buckets = tuple(buckets)
+        self._levels: dict[int, Level] = {}
+        self._last: int | None = None
+        self._spread = self._together = 0.0  # sums of (rows - mean)**2 and (rows - mean) * (seconds - mean)
 
-    @property
-    def tokens_per_row_time(self) -> float:
-        """The tokens that the engine makes in the time of one more row."""
-        if not self._line[0]:
-            return ASSUMED_SHARE
-        mean_rows, mean_seconds, squares, products = (total / self._line[0] for total in self._line[1:])
-        spread, together = squares - mean_rows**2, products - mean_rows * mean_seconds
-        # Where the rows hardly varied nothing is known: a small cost is assumed, so that drafts are tried.
-        assumed = ASSUMED_SHARE * mean_seconds / mean_rows
-        row_seconds = max(together + ASSUMED_SPREAD * assumed, 0.0) / (spread + ASSUMED_SPREAD)
-        return row_seconds * self._rate[0] / self._rate[1]
+    def bucket(self, planned: int) -> int:
+        index = bisect_left(self._buckets, planned)
+        return self._buckets[index] if index < len(self._buckets) else planned
+
+    def between(self, least: int, most: int) -> list[int]:
+        """The buckets that hold `least` to `most` planned tokens, ascending; the last is cut to `most`."""
+        return [*(size for size in self._buckets if least <= size < most), most]
+
+    def observe(self, planned: int, rows: int, seconds: float) -> None:
+        bucket = self.bucket(planned)
+        level = self._levels.get(bucket)
+        if level is None:
+            self._levels[bucket] = level = Level(rows, seconds)
+        drift = min(max(seconds / self.seconds(bucket, rows), 0.5), 2.0) ** DRIFT
+        more, longer = rows - level.rows, seconds - level.seconds
+        forget = FORGET_SLOPE ** min(more * more, 1.0)  # steps of equal rows tell nothing, and nothing is forgotten
+        self._spread = forget * self._spread + more * more
+        self._together = forget * self._together + more * longer
+        self._last = bucket
+        level.rows, level.seconds = level.rows + LEARN * more, level.seconds + LEARN * longer
+        level.age = 0
+        for other, its in list(self._levels.items()):
+            if its is not level:
+                its.seconds, its.age = its.seconds * drift, its.age + 1
+                if its.age > STALE:
+                    del self._levels[other]
+
+    def row_seconds(self, bucket: int) -> float:
+        """What one more row takes in a bucket that was seen. Where the rows hardly varied: what lies between it and the
+        nearest other one, or a small share of the step, so that drafts are tried."""
+        level, other = self._levels[bucket], self._nearest(bucket)
+        assumed = ASSUMED_SHARE * level.seconds / max(level.rows, 1)
+        if other is not None and abs(other.rows - level.rows) >= 1:
+            assumed = max((other.seconds - level.seconds) / (other.rows - level.rows), 0.0)
+        return max(self._together + ASSUMED_SPREAD * assumed, 0.0) / (self._spread + ASSUMED_SPREAD)
+
+    def seconds(self, bucket: int, rows: int | float) -> float:
+        """Of a bucket that was not seen yet the least that it may be, so that it is tried where that would be good."""
+        level = self._levels.get(bucket)
+        if level is not None:
+            return max(level.seconds + self.row_seconds(bucket) * (rows - level.rows), 0.1 * level.seconds)
+        nearest = min(self._levels, key=lambda known: abs(known - bucket), default=None)
+        if nearest is None:
+            return 1 + ASSUMED_SHARE * rows
+        share = bucket / nearest if bucket < nearest else 1 + ASSUMED_SHARE * (1 - nearest / bucket)
+        return share * self._levels[nearest].seconds
+
+    def _nearest(self, bucket: int) -> Level | None:
+        others = [known for known in self._levels if known != bucket]
+        return self._levels[min(others, key=lambda known: abs(known - bucket))] if others else None
+
+    def row_price(self, tokens_a_second: float) -> float:
+        """The tokens that are made in the time of one more row, after the last step."""
+        return ASSUMED_SHARE if self._last is None else self.row_seconds(self._last) * tokens_a_second
 
 
 @dataclass(slots=True)
@@ -56,47 +113,102 @@ class Counts:
     accepted_at: list[int] = field(default_factory=list)
 
 
+class Extension(NamedTuple):
+    """One request's drafts from one prepared length to the next: how many tokens they yield a row, on the average, and
+    how probably they exist."""
+
+    tokens_a_row: float
+    index: int
+    length: int
+    rows: int
+    existence: float
+
+
 class LengthController:
     """Chooses draft lengths (the scheduler's `DraftLengths`) and counts what became of the drafts."""
 
-    def __init__(self, config: SpeculativeConfig):
+    def __init__(self, config: SpeculativeConfig, buckets: Sequence[int] = ()):
         most = config.num_speculative_tokens
         self._fixed = config.length_control == "fixed"
-        self._lengths = (0, most) if self._fixed else tuple(k for k in (*config.draft_lengths, most) if k <= most)
-        self._cost = StepCost()
-        self._all = Acceptance(accepted=1.0, tried=2.0, forget=FORGET_ALL)
+        lengths = (most,) if self._fixed else tuple(k for k in (*config.draft_lengths, most) if 0 < k <= most)
+        self._lengths = tuple(dict.fromkeys((0, *lengths)))
+        self._cost = StepCost(buckets)
+        self._all = Acceptance(accepted=1.0, tried=2.0, found=1.0, asked=1.0, forget=FORGET_ALL)
+        self._rate = 0.0  # tokens a second that the last step promised
+        self._since_probe = 0
         self.counts = Counts(accepted_at=[0] * most)
         self.last_mean_length = 0.0
 
     def choose(self, decoding: Sequence[Request], room: int) -> list[int]:
         """A length for each request; where the room does not suffice for all, the surest drafts come first."""
-        prior, price = self._all.rate(0.5), self._cost.tokens_per_row_time
-        rates = [request.draft_acceptance.rate(prior) for request in decoding]
         lengths = [0] * len(decoding)
-        for index in sorted(range(len(decoding)), key=lambda index: -rates[index]):
-            request = decoding[index]
-            if request.params.speculative and room > 0:
-                length = self._length(request, rates[index], price)
-                while length > room:
-                    length = max(shorter for shorter in self._lengths if shorter < length)
-                lengths[index] = length
-                room -= length
+        extensions = self._extensions(decoding)
+        for extension in extensions[: self._how_many(extensions, len(decoding), room)]:
+            lengths[extension.index] = extension.length
+        if not self._fixed:
+            self._probe(decoding, lengths, room)
         self.last_mean_length = sum(lengths) / max(len(lengths), 1)
         return lengths
 
-    def _length(self, request: Request, rate: float, price: float) -> int:
+    def _extensions(self, decoding: Sequence[Request]) -> list[Extension]:
+        """From each prepared length to the next, for every request, those that yield most a row first. Such as do not
+        pay for their rows are left out."""
+        prior, exist = self._all.rate(0.5), self._all.existence(1.0)
+        price = 0.0 if self._fixed else self._cost.row_price(self._rate)
+        found = []
+        for index, request in enumerate(decoding):
+            if not request.params.speculative:
+                continue
+            rate, share = request.draft_acceptance.rate(prior), request.draft_acceptance.existence(exist)
+            for shorter, longer in pairwise(self._lengths):
+                rows = longer - shorter
+                tokens = sum(rate**place for place in range(shorter + 1, longer + 1))
+                if tokens <= rows * price and not self._fixed:
+                    break
+                found.append(Extension(share * tokens / rows, index, longer, rows, share))
+        return sorted(found, key=lambda extension: -extension.tokens_a_row)
+
+    def _how_many(self, extensions: Sequence[Extension], running: int, room: int) -> int:
+        """How many of the extensions make the fastest step."""
+        most = bisect_right(list(accumulate(extension.rows for extension in extensions)), room)
         if self._fixed:
-            return self._lengths[-1]
-        best, most = 0, 0.0
-        for length in self._lengths:
-            gain = sum(rate**place for place in range(1, length + 1)) - length * price
-            if gain > most:
-                best, most = length, gain
-        state = request.draft_acceptance
-        state.idle_steps = 0 if best else state.idle_steps + 1
-        if state.idle_steps >= PROBE_AFTER and price < 1:
-            state.idle_steps, best = 0, self._lengths[1] if self._lengths[0] == 0 else self._lengths[0]
+            return most
+        best, best_rate = 0, running / self._cost.seconds(self._cost.bucket(running), running)
+        planned, rows, tokens, taken = running, float(running), float(running), 0
+        for size in self._cost.between(running, running + room):
+            while taken < most and planned + extensions[taken].rows <= size:
+                planned += extensions[taken].rows
+                rows += extensions[taken].rows * extensions[taken].existence
+                tokens += extensions[taken].rows * extensions[taken].tokens_a_row
+                taken += 1
+            rate = tokens / self._cost.seconds(self._cost.bucket(planned), rows)
+            if rate > best_rate:
+                best, best_rate = taken, rate
+            if taken == most:
+                break
+        self._rate = best_rate
         return best
+
+    def _probe(self, decoding: Sequence[Request], lengths: list[int], room: int) -> None:
+        """Now and then give those that have had no draft for long a short one, if drafts that are right would pay. All
+        of them in one step: it may be one of a larger bucket."""
+        idle = []
+        for index, (request, length) in enumerate(zip(decoding, lengths, strict=True)):
+            state = request.draft_acceptance
+            state.idle_steps = 0 if length else state.idle_steps + 1
+            if state.idle_steps >= PROBE_AFTER and request.params.speculative:
+                idle.append(index)
+        self._since_probe += 1
+        if not idle or self._since_probe < PROBE_AFTER:
+            return
+        running, planned, short = len(decoding), len(decoding) + sum(lengths), self._lengths[1]
+        idle = idle[: (room - sum(lengths)) // short]
+        more = short * len(idle)
+        seconds = lambda size: self._cost.seconds(self._cost.bucket(size), size)
+        if (running + more) * seconds(planned) > running * seconds(planned + more):
+            self._since_probe = 0
+            for index in idle:
+                lengths[index], decoding[index].draft_acceptance.idle_steps = short, 0
 
     def observe(self, request: Request, sampled: Sequence[int]) -> int:
         """What became of a request's drafts, from what was reported for the rows of its run.
@@ -107,9 +219,9 @@ class LengthController:
         while valid < len(sampled) and sampled[valid] >= 0:
             valid += 1
         accepted, drafted = valid - 1, sum(token != NO_DRAFT for token in sampled[1:])
+        for acceptance in (request.draft_acceptance, self._all) if len(sampled) > 1 else ():
+            acceptance.observe(drafted, accepted)
         if drafted:
-            request.draft_acceptance.observe(drafted, accepted)
-            self._all.observe(drafted, accepted)
             self.counts.drafts += 1
             self.counts.draft_tokens += drafted
             self.counts.accepted_tokens += accepted
@@ -117,9 +229,9 @@ class LengthController:
                 self.counts.accepted_at[place] += 1
         return valid
 
-    def observe_step(self, rows: int, tokens: int, seconds: float) -> None:
-        """A step of `rows` computed rows, all of them decoding, made `tokens` tokens in so many seconds."""
-        self._cost.observe(rows, tokens, seconds)
+    def observe_step(self, planned: int, rows: int, seconds: float) -> None:
+        """A step of `planned` tokens, all of them decoding, computed `rows` rows in so many seconds."""
+        self._cost.observe(planned, rows, seconds)
 
     def reset_counts(self) -> None:
         self.counts = Counts(accepted_at=[0] * len(self.counts.accepted_at))
