@@ -269,7 +269,8 @@ class Engine:
         if self._away < seconds / 2:
             reported = result.tokens[: plan.num_sampled]
             rows = int((reported != NO_DRAFT).sum()) if self.runner.step.compacts else plan.num_tokens
-            self._drafts.observe_step(plan.num_tokens, rows, seconds)
+            running = len(plan.entries)
+            self._drafts.observe_step(running, plan.num_tokens - running, rows, seconds)
 
     def _process(self, plan: StepPlan, wanted: WantedRows, result: StepResult) -> None:
         """Hand each entry's result to its request and note what is new."""

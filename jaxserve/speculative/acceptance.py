@@ -9,6 +9,7 @@ NO_DRAFT = -3  # there was no such draft
 
 FORGET = 0.9  # weight of an earlier draft in a request's acceptance: texts change from part to part
 FORGET_ALL = 0.99  # and in that of all requests, which only has to follow the kind of work
+FADE = 0.99  # weight of what was seen before a step without drafts
 PRIOR_DRAFTS = 3.0  # drafts' worth of the latter in the former: with less, chance alone stops a request's drafts
 
 
@@ -30,6 +31,10 @@ class Acceptance:
         if drafted:
             self.accepted = self.forget * self.accepted + accepted
             self.tried = self.forget * self.tried + accepted + (accepted < drafted)
+
+    def fade(self) -> None:
+        """A step without drafts: its text is another now, and what was seen counts a little less against the prior."""
+        self.accepted, self.tried = FADE * self.accepted, FADE * self.tried
 
     def rate(self, prior: float) -> float:
         """The probability that a draft is accepted whose predecessors are."""

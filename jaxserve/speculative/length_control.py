@@ -26,9 +26,16 @@ ASSUMED_SPREAD = 0.25  # variance of the rows (squared) up to which the assumpti
 PROBE_AFTER = 24  # steps without a draft after which a request tries one
 
 
+class Kind(NamedTuple):
+    """What steps that take about as long have in common."""
+
+    bucket: int
+    drafts: bool
+
+
 @dataclass(slots=True)
 class Level:
-    """Means of the recent steps of a bucket, and how many steps ago the last was."""
+    """Means of the recent steps of a kind, and how many steps ago the last was."""
 
     rows: int | float
     seconds: float
@@ -36,36 +43,38 @@ class Level:
 
 
 class StepCost:
-    """Seconds of a step in which every row decodes, by its bucket and its rows.
+    """Seconds of a step in which every row decodes, by its bucket, with or without drafts (to propose any takes time of
+    its own), and by its rows.
 
     `buckets` are sizes of planned tokens, ascending; a number beyond them is a bucket of its own.
     """
 
     def __init__(self, buckets: Sequence[int] = ()):
         self._buckets = tuple(buckets)
-        self._levels: dict[int, Level] = {}
-        self._last: int | None = None
+        self._levels: dict[Kind, Level] = {}
+        self._last: Kind | None = None
         self._spread = self._together = 0.0  # sums of (rows - mean)**2 and (rows - mean) * (seconds - mean)
 
-    def bucket(self, planned: int) -> int:
-        index = bisect_left(self._buckets, planned)
-        return self._buckets[index] if index < len(self._buckets) else planned
+    def kind(self, running: int, drafts: int) -> Kind:
+        """Of a step for so many requests with so many planned drafts."""
+        index = bisect_left(self._buckets, running + drafts)
+        return Kind(self._buckets[index] if index < len(self._buckets) else running + drafts, drafts > 0)
 
     def between(self, least: int, most: int) -> list[int]:
         """The buckets that hold `least` to `most` planned tokens, ascending; the last is cut to `most`."""
         return [*(size for size in self._buckets if least <= size < most), most]
 
-    def observe(self, planned: int, rows: int, seconds: float) -> None:
-        bucket = self.bucket(planned)
-        level = self._levels.get(bucket)
+    def observe(self, running: int, drafts: int, rows: int, seconds: float) -> None:
+        kind = self.kind(running, drafts)
+        level = self._levels.get(kind)
         if level is None:
-            self._levels[bucket] = level = Level(rows, seconds)
-        drift = min(max(seconds / self.seconds(bucket, rows), 0.5), 2.0) ** DRIFT
+            self._levels[kind] = level = Level(rows, seconds)
+        drift = min(max(seconds / self.seconds(kind, rows), 0.5), 2.0) ** DRIFT
         more, longer = rows - level.rows, seconds - level.seconds
         forget = FORGET_SLOPE ** min(more * more, 1.0)  # steps of equal rows tell nothing, and nothing is forgotten
         self._spread = forget * self._spread + more * more
         self._together = forget * self._together + more * longer
-        self._last = bucket
+        self._last = kind
         level.rows, level.seconds = level.rows + LEARN * more, level.seconds + LEARN * longer
         level.age = 0
         for other, its in list(self._levels.items()):
@@ -74,29 +83,31 @@ class StepCost:
                 if its.age > STALE:
                     del self._levels[other]
 
-    def row_seconds(self, bucket: int) -> float:
-        """What one more row takes in a bucket that was seen. Where the rows hardly varied: what lies between it and the
-        nearest other one, or a small share of the step, so that drafts are tried."""
-        level, other = self._levels[bucket], self._nearest(bucket)
+    def row_seconds(self, kind: Kind) -> float:
+        """What one more row takes in a step of a kind that was seen. Where the rows hardly varied: what lies between it
+        and the nearest bucket, or a small share of the step, so that drafts are tried."""
+        level = self._levels[kind]
+        others = [(abs(known.bucket - kind.bucket), at) for known, at in self._levels.items() if known[0] != kind[0]]
         assumed = ASSUMED_SHARE * level.seconds / max(level.rows, 1)
-        if other is not None and abs(other.rows - level.rows) >= 1:
-            assumed = max((other.seconds - level.seconds) / (other.rows - level.rows), 0.0)
+        if others:
+            _, other = min(others, key=lambda found: found[0])
+            if abs(other.rows - level.rows) >= 1:
+                assumed = max((other.seconds - level.seconds) / (other.rows - level.rows), 0.0)
         return max(self._together + ASSUMED_SPREAD * assumed, 0.0) / (self._spread + ASSUMED_SPREAD)
 
-    def seconds(self, bucket: int, rows: int | float) -> float:
-        """Of a bucket that was not seen yet the least that it may be, so that it is tried where that would be good."""
-        level = self._levels.get(bucket)
+    def seconds(self, kind: Kind, rows: int | float) -> float:
+        """Of a kind that was not seen yet the least that it may be, so that it is tried where that would be good."""
+        level = self._levels.get(kind)
         if level is not None:
-            return max(level.seconds + self.row_seconds(bucket) * (rows - level.rows), 0.1 * level.seconds)
-        nearest = min(self._levels, key=lambda known: abs(known - bucket), default=None)
-        if nearest is None:
+            return max(level.seconds + self.row_seconds(kind) * (rows - level.rows), 0.1 * level.seconds)
+        if not self._levels:
             return 1 + ASSUMED_SHARE * rows
-        share = bucket / nearest if bucket < nearest else 1 + ASSUMED_SHARE * (1 - nearest / bucket)
+        nearest = min(self._levels, key=lambda known: (abs(known.bucket - kind.bucket), known.drafts != kind.drafts))
+        size, near = kind.bucket, nearest.bucket
+        share = size / near if size < near else 1 + ASSUMED_SHARE * (1 - near / size)
+        if nearest.drafts > kind.drafts:
+            share *= 1 - ASSUMED_SHARE
         return share * self._levels[nearest].seconds
-
-    def _nearest(self, bucket: int) -> Level | None:
-        others = [known for known in self._levels if known != bucket]
-        return self._levels[min(others, key=lambda known: abs(known - bucket))] if others else None
 
     def row_price(self, tokens_a_second: float) -> float:
         """The tokens that are made in the time of one more row, after the last step."""
@@ -173,7 +184,7 @@ class LengthController:
         most = bisect_right(list(accumulate(extension.rows for extension in extensions)), room)
         if self._fixed:
             return most
-        best, best_rate = 0, running / self._cost.seconds(self._cost.bucket(running), running)
+        best, best_rate = 0, running / self._cost.seconds(self._cost.kind(running, 0), running)
         planned, rows, tokens, taken = running, float(running), float(running), 0
         for size in self._cost.between(running, running + room):
             while taken < most and planned + extensions[taken].rows <= size:
@@ -181,7 +192,7 @@ class LengthController:
                 rows += extensions[taken].rows * extensions[taken].existence
                 tokens += extensions[taken].rows * extensions[taken].tokens_a_row
                 taken += 1
-            rate = tokens / self._cost.seconds(self._cost.bucket(planned), rows)
+            rate = tokens / self._cost.seconds(self._cost.kind(running, planned - running), rows)
             if rate > best_rate:
                 best, best_rate = taken, rate
             if taken == most:
@@ -196,16 +207,18 @@ class LengthController:
         for index, (request, length) in enumerate(zip(decoding, lengths, strict=True)):
             state = request.draft_acceptance
             state.idle_steps = 0 if length else state.idle_steps + 1
+            if not length:
+                state.fade()
             if state.idle_steps >= PROBE_AFTER and request.params.speculative:
                 idle.append(index)
         self._since_probe += 1
         if not idle or self._since_probe < PROBE_AFTER:
             return
-        running, planned, short = len(decoding), len(decoding) + sum(lengths), self._lengths[1]
-        idle = idle[: (room - sum(lengths)) // short]
+        running, drafts, short = len(decoding), sum(lengths), self._lengths[1]
+        idle = idle[: (room - drafts) // short]
         more = short * len(idle)
-        seconds = lambda size: self._cost.seconds(self._cost.bucket(size), size)
-        if (running + more) * seconds(planned) > running * seconds(planned + more):
+        seconds = lambda drafts: self._cost.seconds(self._cost.kind(running, drafts), running + drafts)
+        if (running + more) * seconds(drafts) > running * seconds(drafts + more):
             self._since_probe = 0
             for index in idle:
                 lengths[index], decoding[index].draft_acceptance.idle_steps = short, 0
@@ -229,9 +242,10 @@ class LengthController:
                 self.counts.accepted_at[place] += 1
         return valid
 
-    def observe_step(self, planned: int, rows: int, seconds: float) -> None:
-        """A step of `planned` tokens, all of them decoding, computed `rows` rows in so many seconds."""
-        self._cost.observe(planned, rows, seconds)
+    def observe_step(self, running: int, drafts: int, rows: int, seconds: float) -> None:
+        """A step of so many requests, all of them decoding, and planned drafts computed `rows` rows in so many
+        seconds."""
+        self._cost.observe(running, drafts, rows, seconds)
 
     def reset_counts(self) -> None:
         self.counts = Counts(accepted_at=[0] * len(self.counts.accepted_at))
