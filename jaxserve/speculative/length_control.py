@@ -23,6 +23,8 @@ FORGET_SLOPE = 0.97  # weight of an earlier step in the cost of a row
 STALE = 300  # steps after which a bucket that was not seen counts as unknown, and may be tried again
 ASSUMED_SHARE = 0.1  # of a row's share of its step: what one more costs, while that is not known
 ASSUMED_SPREAD = 0.25  # variance of the rows (squared) up to which the assumption counts more than what was seen
+MARGIN = 0.1  # of the rate: what drafts that take a larger bucket must promise above none; promises are kept in part
+PROBE_SHARE = 0.01  # of the time since the last such step: what one takes longer in which requests try a draft
 PROBE_AFTER = 24  # steps without a draft after which a request tries one
 
 
@@ -184,7 +186,9 @@ class LengthController:
         most = bisect_right(list(accumulate(extension.rows for extension in extensions)), room)
         if self._fixed:
             return most
-        best, best_rate = 0, running / self._cost.seconds(self._cost.kind(running, 0), running)
+        alone = self._cost.kind(running, 0)
+        best, best_rate = 0, running / self._cost.seconds(alone, running)
+        least = best_rate * (1 + MARGIN)
         planned, rows, tokens, taken = running, float(running), float(running), 0
         for size in self._cost.between(running, running + room):
             while taken < most and planned + extensions[taken].rows <= size:
@@ -192,8 +196,9 @@ class LengthController:
                 rows += extensions[taken].rows * extensions[taken].existence
                 tokens += extensions[taken].rows * extensions[taken].tokens_a_row
                 taken += 1
-            rate = tokens / self._cost.seconds(self._cost.kind(running, planned - running), rows)
-            if rate > best_rate:
+            kind = self._cost.kind(running, planned - running)
+            rate = tokens / self._cost.seconds(kind, rows)
+            if rate > best_rate and (kind.bucket == alone.bucket or rate > least):
                 best, best_rate = taken, rate
             if taken == most:
                 break
@@ -218,7 +223,8 @@ class LengthController:
         idle = idle[: (room - drafts) // short]
         more = short * len(idle)
         seconds = lambda drafts: self._cost.seconds(self._cost.kind(running, drafts), running + drafts)
-        if (running + more) * seconds(drafts) > running * seconds(drafts + more):
+        longer = seconds(drafts + more) / seconds(drafts)
+        if running + more > running * longer and (longer - 1) < PROBE_SHARE * self._since_probe:
             self._since_probe = 0
             for index in idle:
                 lengths[index], decoding[index].draft_acceptance.idle_steps = short, 0
