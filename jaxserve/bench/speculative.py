@@ -220,5 +220,5 @@ def plot(cells: Sequence[Cell], file: Path) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel("speed-up in decoding")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=len(concurrencies))
     figure.savefig(file)
