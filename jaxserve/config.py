@@ -137,8 +137,7 @@ class EngineConfig:
         attention_backend: which implementation of paged attention; `auto` is `mosaic` (Pallas kernels) on GPUs of
             compute capability 9.0, `native` (C++, built at first use) on CPUs with a compiler, `xla` elsewhere.
         linear_backend: which implementation of a layer's products; `auto` is `native` likewise, but for bfloat16
-            on CPUs with AMX, `mosaic` on Hopper GPUs if `deterministic` is True, and `xla`
-            elsewhere.
+            on CPUs with AMX, `mosaic` on Hopper GPUs if `deterministic` is True, and `xla` elsewhere.
         deterministic: results do not depend on what else is in the batch. `auto` is True where that is proven
             for this backend, dtype and JAX version and confirmed by a test at start. True takes the kernels for Hopper
             on a GPU, where nothing is proven yet, and is an error where it does not hold.

@@ -33,6 +33,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.plan import Admission, PlanEntry, StepPlan
 from jaxserve.scheduler.scheduler import SchedulerStats
 from jaxserve.speculative.acceptance import NO_DRAFT
+from jaxserve.speculative.step_timer import StepTimer
 from jaxserve.structured.masks import MaskBuilder
 from jaxserve.structured.plan_rows import constrained_rows
 from jaxserve.text.tokenizer import Tokenizer
@@ -44,7 +45,7 @@ class Begun(NamedTuple):
     plan: StepPlan
     wanted: WantedRows
     computed: Computed
-    dispatched_at: float | None  # perf_counter; None if it waited for a compilation
+    dispatched_at: float  # perf_counter, after what had to be compiled
 
 
 class InFlight(NamedTuple):
@@ -53,7 +54,7 @@ class InFlight(NamedTuple):
     plan: StepPlan
     wanted: WantedRows
     handle: StepHandle
-    dispatched_at: float | None  # perf_counter; None if it waited for a compilation
+    dispatched_at: float  # perf_counter, after what had to be compiled
 
 
 class Engine:
@@ -86,7 +87,7 @@ class Engine:
         self.runner = parts.runner
         self.input_processor = parts.input_processor
         self._drafts = parts.length_controller
-        self._last_arrival = self._left_at = self._away = 0.0
+        self._timer = StepTimer()
         self._outputs = OutputProcessor(self.tokenizer)
         self._mask_builder = MaskBuilder(self.model_config.vocab_size)
         self._groups: dict[str, RequestGroup] = {}
@@ -171,7 +172,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns what it added to each request (new tokens and text only)."""
         self._check_open()
-        self._away = perf_counter() - self._left_at
+        self._timer.enter()
         plan, self._planned = self._planned or self.scheduler.schedule(), None
         arrived, self._in_flight = self._in_flight, None
         if plan and arrived is not None and not self._is_compiled(plan):
@@ -185,7 +186,7 @@ class Engine:
         if arrived is not None:
             self._take_in(arrived)
         outputs, self._pending = self._pending, []
-        self._left_at = perf_counter()
+        self._timer.leave()
         return outputs
 
     def _is_compiled(self, plan: StepPlan) -> bool:
@@ -209,9 +210,8 @@ class Engine:
         self._counters.count_step(plan, self.scheduler, self.runner.buckets)
         self._metrics.step(plan.num_tokens)
         runs = Runs.of_columns(slots, latest, counts, samples, drafts)
-        compiled = self._is_compiled(plan)
         computed = self.runner.compute(runs, plan.new_pages, **plan.head_kind)
-        return Begun(plan, wanted_rows(plan), computed, perf_counter() if compiled else None)
+        return Begun(plan, wanted_rows(plan), computed, perf_counter())
 
     def _sample(self, begun: Begun) -> InFlight:
         plan, wanted, computed, dispatched_at = begun
@@ -254,23 +254,13 @@ class Engine:
     def _take_in(self, arrived: InFlight) -> None:
         """Wait for a step and process what it yielded."""
         plan, result = arrived.plan, arrived.handle.result()
-        if self._drafts is not None:
-            self._observe_time(arrived, result)
-        self._process(plan, arrived.wanted, result)
-
-    def _observe_time(self, arrived: InFlight, result: StepResult) -> None:
-        """Tell the controller of draft lengths what a step took in which every row decodes. Not if it waited for a
-        compilation, nor if nobody asked for it while it ran: the last of some work lies there until there is more."""
-        plan, started, last = arrived.plan, arrived.dispatched_at, self._last_arrival
-        self._last_arrival = now = perf_counter()
-        if started is None or plan.num_sampled != plan.num_tokens:
-            return
-        seconds = now - max(started, last)
-        if self._away < seconds / 2:
-            reported = result.tokens[: plan.num_sampled]
+        seconds = self._timer.arrived(arrived.dispatched_at)
+        every_row_decodes = plan.num_sampled == plan.num_tokens
+        if self._drafts is not None and seconds is not None and every_row_decodes:
+            reported, running = result.tokens[: plan.num_sampled], len(plan.entries)
             rows = int((reported != NO_DRAFT).sum()) if self.runner.step.compacts else plan.num_tokens
-            running = len(plan.entries)
             self._drafts.observe_step(running, plan.num_tokens - running, rows, seconds)
+        self._process(plan, arrived.wanted, result)
 
     def _process(self, plan: StepPlan, wanted: WantedRows, result: StepResult) -> None:
         """Hand each entry's result to its request and note what is new."""

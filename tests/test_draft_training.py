@@ -155,6 +155,8 @@ def test_the_model_writes_prompts_in_the_place_of_the_user(talker, tmp_path):
     assert resumed.read_text() == whole.read_text()
     assert told[0] > 0
     assert sum(told) == count
+    with pytest.raises(ValueError, match="prompts of seed 5, not 6: name another folder"):
+        own_prompts(talker, count, resumed, seed=6, max_tokens=6)
     own_prompts(talker, count, tmp_path / "other.jsonl", seed=6, max_tokens=6)
     assert (tmp_path / "other.jsonl").read_text() != whole.read_text()
 

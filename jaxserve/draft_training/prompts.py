@@ -40,19 +40,19 @@ def own_prompts(
     max_tokens: int = 192,
     report: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Let the engine write `count` different prompts into `file`: JSON lines with `messages` and a number.
+    """Let the engine write `count` different prompts into `file`: JSON lines with `messages`, a number and the seed.
 
     A prompt is a function of its number and the seed, and ends where the model ends it, or after `max_tokens`. So a
     call goes on behind the last line that is there, and the file is that of a call without interruption. `report`
-    hears of prompts done. ValueError if the model's chat template does not show where a user's text stands, or if the
-    model has nothing new to say.
+    hears of prompts done. ValueError if the model's chat template does not show where a user's text stands, if the
+    model has nothing new to say, or if the file is of another seed.
     """
     starts = [_user_turn(engine, system) for system in SYSTEMS]
-    found = dict(_read(file))
+    found = dict(_read(file, seed))
     report(len(found))
     number = max(found.values(), default=-1) + 1
     with file.open("w", encoding="utf-8") as out:
-        out.writelines(_line(text, known) for text, known in found.items())
+        out.writelines(_line(text, known, seed) for text, known in found.items())
         while len(found) < count:
             if number >= 4 * count:
                 raise ValueError(f"num_prompts={count}: must be fewer, the model wrote {len(found)} of {number}")
@@ -61,7 +61,7 @@ def own_prompts(
             texts = _written(engine, {n: starts[n % len(starts)] for n in numbers}, seed, max_tokens)
             new = {text: n for n, text in zip(numbers, texts, strict=True) if text and text not in found}
             found |= new
-            out.writelines(_line(text, n) for text, n in new.items())
+            out.writelines(_line(text, n, seed) for text, n in new.items())
             out.flush()
             report(len(new))
 
@@ -89,15 +89,17 @@ def _written(engine: Engine, turns: dict[int, list[int]], seed: int, max_tokens:
     return [text.strip() for text in texts.values()]
 
 
-def _line(text: str, number: int) -> str:
-    return json.dumps({"number": number, "messages": [{"role": "user", "content": text}]}) + "\n"
+def _line(text: str, number: int, seed: int) -> str:
+    return json.dumps({"seed": seed, "number": number, "messages": [{"role": "user", "content": text}]}) + "\n"
 
 
-def _read(file: Path) -> Iterator[tuple[str, int]]:
+def _read(file: Path, seed: int) -> Iterator[tuple[str, int]]:
     """Texts and numbers of whole lines."""
     if not file.exists():
         return
     for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):
             entry = json.loads(line)
+            if entry["seed"] != seed:
+                raise ValueError(f"{file}: it holds prompts of seed {entry['seed']}, not {seed}: name another folder")
             yield entry["messages"][0]["content"], entry["number"]

@@ -17,13 +17,13 @@ from jaxserve.config import SpeculativeConfig
 from jaxserve.request import Request
 from jaxserve.speculative.acceptance import FORGET_ALL, NO_DRAFT, Acceptance
 
-LEARN = 0.1  # weight of a step in what its bucket takes
+LEARN = 0.1  # weight of a step in what its kind takes
 DRIFT = 0.05  # and in what the others do: contexts and the machine change for all
 FORGET_SLOPE = 0.97  # weight of an earlier step in the cost of a row
-STALE = 300  # steps after which a bucket that was not seen counts as unknown, and may be tried again
+STALE = 300  # steps after which a kind that was not seen counts as unknown, and may be tried again
 ASSUMED_SHARE = 0.1  # of a row's share of its step: what one more costs, while that is not known
 ASSUMED_SPREAD = 0.25  # variance of the rows (squared) up to which the assumption counts more than what was seen
-MARGIN = 0.1  # of the rate: what drafts that take a larger bucket must promise above none; promises are kept in part
+MARGIN = 0.1  # of the rate: what drafts that take a larger bucket must promise above none, the best promise being rosy
 PROBE_SHARE = 0.01  # of the time since the last such step: what one takes longer in which requests try a draft
 PROBE_AFTER = 24  # steps without a draft after which a request tries one
 
@@ -89,10 +89,10 @@ class StepCost:
         """What one more row takes in a step of a kind that was seen. Where the rows hardly varied: what lies between it
         and the nearest bucket, or a small share of the step, so that drafts are tried."""
         level = self._levels[kind]
-        others = [(abs(known.bucket - kind.bucket), at) for known, at in self._levels.items() if known[0] != kind[0]]
+        others = [known for known in self._levels if known.bucket != kind.bucket]
         assumed = ASSUMED_SHARE * level.seconds / max(level.rows, 1)
         if others:
-            _, other = min(others, key=lambda found: found[0])
+            other = self._levels[min(others, key=lambda known: abs(known.bucket - kind.bucket))]
             if abs(other.rows - level.rows) >= 1:
                 assumed = max((other.seconds - level.seconds) / (other.rows - level.rows), 0.0)
         return max(self._together + ASSUMED_SPREAD * assumed, 0.0) / (self._spread + ASSUMED_SPREAD)

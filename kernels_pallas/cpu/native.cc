@@ -315,6 +315,7 @@ void Dots(int64_t rows, const uint32_t* a, int64_t lda, const void* b, int64_t l
     }
   }
 }
+
 // c[kRows][kVectors * 16] = a @ b, where b lies in pairs as `a` does: [pairs][stride].
 template <int kRows, int kVectors>
 void PairBlock(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t stride, float* c, int64_t ldc, int64_t pairs) {
@@ -360,9 +361,9 @@ void PairDots(int64_t rows, const uint32_t* a, int64_t lda, const uint32_t* b, i
 }
 #else
 constexpr bool kHasDots = false;
-void PairDots(int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, float*, int64_t, int64_t) {}
 void SwapPairs(const void*, uint32_t*, int64_t) {}
 void Dots(int64_t, const uint32_t*, int64_t, const void*, int64_t, int64_t, float*, int64_t, int64_t, bool, bool, Ahead*) {}
+void PairDots(int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, float*, int64_t, int64_t) {}
 #endif
 
 // ---- numbers of any type -------------------------------------------------------------------------------------
