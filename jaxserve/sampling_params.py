@@ -13,6 +13,7 @@ from jaxserve.validation import check_names, is_integer, is_number, lone_surroga
 MAX_LOGPROBS = 20
 MAX_BRANCHES = 128
 COLDEST = 0.01  # a lower temperature is greedy
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -127,7 +128,7 @@ class SamplingParams:
             require(is_number(value) and allowed(value), field, value, rule)
             object.__setattr__(self, field, float(value))
 
-        number("temperature", lambda value: value >= 0, "a finite number of at least 0")
+        number("temperature", lambda value: 0 <= value <= FLOAT32_MAX, "a number of at least 0 that float32 can hold")
         number("top_p", lambda value: 0 < value <= 1, "a number above 0 and at most 1")
         number("min_p", lambda value: 0 <= value <= 1, "a number from 0 to 1")
         number("repetition_penalty", lambda value: 1e-6 <= value <= 1e6, "a number above 0 (1e-6 to 1e6)")

@@ -88,7 +88,7 @@ def test_bits_do_not_depend_on_company_or_chunks(monkeypatch):
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_speculation_gives_the_same_bits(monkeypatch, method):
     """Prompts that repeat themselves and one that does not, so that some drafts do not exist and some are rejected."""
-    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=2, ignore_eos=True)
     asked = [([30, 40, 50] * 8, params), ([9, 8, 7, 6, 5], params), ([60, 61] * 33, params)]
     config = {"method": method, "num_speculative_tokens": 3, "length_control": "fixed"}
     draft = tiny_decoder(**{**MODEL, "rope_theta": 500.0}) if method == "draft_model" else None

@@ -18,7 +18,7 @@ def test_defaults_are_vllms():
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-0.1, math.nan, math.inf, True, "1", None]),
+        ("temperature", [-0.1, math.nan, math.inf, 3.5e38, True, "1", None]),
         ("top_k", [-2, 1.5, True, 2**31, None]),
         ("top_p", [0, 0.0, 1.01, -1, math.nan, True]),
         ("min_p", [-0.01, 1.01, math.nan, False]),
@@ -56,7 +56,7 @@ def test_wrong_values_are_refused_with_field_value_and_rule(field, values):
 
 def test_limits_are_accepted():
     SamplingParams(temperature=0, top_k=-1, top_p=1, min_p=1, seed=-(2**63), max_tokens=None, logprobs=0, n=128)
-    SamplingParams(temperature=5, top_k=2**31 - 1, top_p=1e-9, seed=2**63 - 1, logprobs=20)
+    SamplingParams(temperature=3.4e38, top_k=2**31 - 1, top_p=1e-9, seed=2**63 - 1, logprobs=20)
     SamplingParams(max_tokens=0, logprobs=-1, prompt_logprobs=-1, min_tokens=0)
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
 

@@ -54,16 +54,25 @@ def drafts_are_accepted(engine) -> None:
         {"speculative_config": FIXED},
         {"speculative_config": NGRAM},  # the controller changes lengths
         {"speculative_config": FIXED, "async_scheduling": False},
-        pytest.param({"speculative_config": FIXED, "num_pages": 10}, marks=pytest.mark.slow),  # preemption
     ],
-    ids=["fixed", "auto", "without overlap", "preempted"],
+    ids=["fixed", "auto", "without overlap"],
 )
 def test_the_same_as_without(expected, requests, options):
     with tiny_engine(**options) as engine:
         assert_same(run(engine, requests), expected)
         drafts_are_accepted(engine)
-        if "num_pages" in options:
-            assert engine.stats()["num_preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_the_same_as_without_when_preempted(plain):
+    """Two requests of three pages grow to six, and there are ten."""
+    params = [SamplingParams(temperature=t, max_tokens=50, seed=3, logprobs=2, ignore_eos=True) for t in (0.0, 0.9)]
+    requests = [([(7 * i + k) % 50 + 10 for i in range(40)], params[k % 2]) for k in range(4)]
+    expected = run(plain, requests)
+    with tiny_engine(speculative_config=FIXED, num_pages=10) as engine:
+        assert_same(run(engine, requests), expected)
+        drafts_are_accepted(engine)
+        assert engine.stats()["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize(

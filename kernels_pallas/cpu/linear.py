@@ -1,7 +1,7 @@
 """The product and the norm of a layer through the native library."""
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from jaxserve.kernels_pallas.cpu.library import Native, cpu_description, load_na
 _TILES = "amx_bf16"
 
 
-class NativeLinear(NamedTuple):
+@dataclass(frozen=True)
+class NativeLinear:
     """The product as native.cc computes it: a row's bits depend neither on the other rows nor on their number."""
 
     target: str
@@ -34,7 +35,8 @@ class NativeLinear(NamedTuple):
         return product.reshape(x.shape[0], *columns)
 
 
-class NativeNorm(NamedTuple):
+@dataclass(frozen=True)
+class NativeNorm:
     """The norm as native.cc computes it: a row's bits depend on that row alone."""
 
     target: str

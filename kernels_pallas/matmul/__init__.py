@@ -5,7 +5,8 @@ for Hopper (`mosaic.py`). The last two give a row the same bits for every number
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from jaxserve.kernels_pallas.cpu.library import Unavailable, load_native
 from jaxserve.kernels_pallas.cpu.linear import NativeLinear, has_bfloat16_tiles
 
 
-class MosaicLinear(NamedTuple):
+@dataclass(frozen=True)  # tuples of different types would be equal: no program may be mistaken for another
+class MosaicLinear:
     """The product of `mosaic.py`, as a layer calls it."""
 
     interpret: Any = None

@@ -5,7 +5,7 @@ Blocks hold 64 keys counted from position 0, as in `xla`, and every product is o
 a row's bits do not depend on its tile, its company, the page size or the threads.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -16,7 +16,8 @@ from jaxserve.kernels_pallas.paged_attention.reference import Prepared
 HEAD_DIM_MULTIPLE = 8
 
 
-class NativeAttention(NamedTuple):
+@dataclass(frozen=True)
+class NativeAttention:
     """`attend` of the contract."""
 
     target: str

@@ -12,6 +12,7 @@ from jaxserve import startup
 from jaxserve.config import EngineConfig
 from jaxserve.kernels_pallas.cpu.linear import choose_norm
 from jaxserve.kernels_pallas.hopper import interpreted
+from jaxserve.kernels_pallas.cpu.linear import NativeLinear, NativeNorm
 from jaxserve.kernels_pallas.matmul import MosaicLinear, choose_linear
 from jaxserve.kernels_pallas.paged_attention import XLA, choose_attention, mosaic_backend
 from jaxserve.kernels_pallas.paged_attention.mosaic import mosaic_attention
@@ -169,6 +170,11 @@ def test_what_was_chosen_by_construction_is_tested_at_start(monkeypatch, differs
         with tiny_engine(decoder=decoder, **options) as engine:
             assert engine.deterministic
             assert engine.runner.step.linear_kernel == linear
+
+
+def test_kernels_of_different_kinds_are_not_equal():
+    """Programs that bind equal values share what was traced (found by the test above, run behind another engine)."""
+    assert LinearThatDiffers(None) != MosaicLinear(None) != NativeLinear(None) != NativeNorm(None)
 
 
 class LinearThatDiffers(MosaicLinear):
