@@ -37,6 +37,7 @@ from jaxserve.bench.ptx import (
 )
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout
+from jaxserve.config import LEAST_CHANCE
 from jaxserve.kernels_pallas.matmul import choose_linear
 from jaxserve.kernels_pallas.paged_attention import choose_attention
 from jaxserve.kernels_pallas.verify_draft import choose_verify
@@ -187,7 +188,8 @@ def describe(model: str, layers: int, deterministic: bool, speculates: str | Non
         max_logprobs=MAX_LOGPROBS,
         linear_kernel=linear,
         verify=choose_verify(device=H200),
-        proposer=NgramProposer(2, 4, DRAFTS) if speculates == "ngram" else None,
+        proposer=NgramProposer(2, 4, DRAFTS) if speculates in ("ngram", "eagle", "medusa") else None,
+        least_chance=LEAST_CHANCE if speculates in ("eagle", "medusa") else 0.0,
         draft=draft_definition,
         acceptance="rejection" if speculates == "draft_model" else "agreement",
         constrains=constrains,
@@ -293,7 +295,7 @@ def keys() -> list[tuple[str, int]]:
 def cases(*, everything: bool) -> list[Case]:
     """The programs with two layers, and the whole model at one token bucket; or the whole model in all of them."""
     depth = {model: config["num_hidden_layers"] for model, config in MODELS.items()}
-    verified = [("propose_ngram", DRAFTS), ("body", 64), ("greedy_head", 64), ("head", 64)]
+    verified = [("propose_ngram", 64), ("body", 64), ("greedy_head", 64), ("head", 64)]
     largest = "Llama-3-8B"
     found = []
     if everything:

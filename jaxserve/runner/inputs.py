@@ -159,11 +159,17 @@ def pack_drafts(
 ) -> np.ndarray:
     """The packed inputs [draft_inputs_size(rows, tokens)] of a draft model; `tokens` is the largest token bucket."""
     packed = np.zeros(draft_inputs_size(rows, tokens), np.int32)
-    slots, wanted = packed[: 2 * rows].reshape(2, rows)
-    slots.fill(num_slots)
-    order = (-runs.drafts).argsort(kind="stable")[: runs.num_drafting]
-    slots[: len(order)], wanted[: len(order)] = runs.slots[order], runs.drafts[order]
+    packed[: 2 * rows].reshape(2, rows)[:] = pack_wanted(runs, rows, num_slots)
     _fill_new_pages(packed[2 * rows :].reshape(3, tokens), new_pages, num_slots)
+    return packed
+
+
+def pack_wanted(runs: Runs, rows: int, num_slots: int) -> np.ndarray:
+    """[2, rows]: the slots that want drafts, and how many, most first; padding: slot = num_slots."""
+    packed = np.zeros((2, rows), np.int32)
+    packed[0].fill(num_slots)
+    order = (-runs.drafts).argsort(kind="stable")[: runs.num_drafting]
+    packed[:, : len(order)] = runs.slots[order], runs.drafts[order]
     return packed
 
 

@@ -36,9 +36,8 @@ class Programs:
         bodies = [self.body(tokens) for tokens in reversed(self.buckets.tokens)]
         heads = [self.head(rows, *kind) for rows in reversed(self.buckets.rows) for kind in self.head_kinds]
         small = [self.score(), self.score_all(), self.admit(), self.set_tables(), self.copy_pages()]
-        proposals = {program.key: program for program in self.proposals().values()}
         drafts = [self.read_drafts()] if self.step.constrains and self.step.speculates else []
-        return [*bodies, *heads, *small, *drafts, *proposals.values()]
+        return [*bodies, *heads, *small, *drafts, *self.proposals().values()]
 
     @property
     def head_kinds(self) -> list[tuple[bool, bool]]:
@@ -51,9 +50,8 @@ class Programs:
             return {}
         most = self.buckets.row_bucket(self.slots.num_computed.shape[0])
         buckets = [rows for rows in self.buckets.rows if rows <= most]
-        if self.step.draft is None:
-            return dict.fromkeys(buckets, self.propose_ngram())
-        return {rows: self.propose_by_model(rows) for rows in buckets}
+        propose = self.propose_ngram if self.step.draft is None else self.propose_by_model
+        return {rows: propose(rows) for rows in buckets}
 
     def body(self, tokens: int) -> Program:
         size = inputs.body_inputs_size(tokens, self.step.attention.work)
@@ -74,11 +72,10 @@ class Programs:
         function = partial(proposals.read_drafts, count=MAX_DRAFT_TOKENS)
         return Program("read_drafts", MAX_DRAFT_TOKENS, function, (self.slots,), donate=())
 
-    def propose_ngram(self) -> Program:
-        proposer, num_slots = self.step.proposer, self.slots.num_computed.shape[0]
-        function = partial(proposals.propose_ngram, proposer=proposer)
-        wanted = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
-        return Program("propose_ngram", proposer.count, function, (self.slots, wanted), donate=(0,))
+    def propose_ngram(self, rows: int) -> Program:
+        function = partial(proposals.propose_ngram, proposer=self.step.proposer)
+        packed = jax.ShapeDtypeStruct((2, rows), jnp.int32)
+        return Program("propose_ngram", rows, function, (self.slots, packed), donate=(0,))
 
     def propose_by_model(self, rows: int) -> Program:
         packed = jax.ShapeDtypeStruct((inputs.draft_inputs_size(rows, self.step.max_tokens),), jnp.int32)

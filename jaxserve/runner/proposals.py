@@ -1,11 +1,16 @@
-"""Programs that propose draft tokens, behind each slot's history, and the one that reads them back for the host."""
+"""Programs that propose draft tokens, behind each slot's history, and the one that reads them back for the host.
+
+Where a model or a head proposes, a look into the request's own text may come first (as suffix decoding and a trained
+speculator share the work in Arctic Inference): what is found there is longer, and costs nothing.
+"""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxserve.cache.kv_cache import KVCache
 from jaxserve.kernels_pallas.verify_draft import blocks
@@ -53,16 +58,28 @@ def put_drafts(
     return slots.with_drafts(row_slots, index, position, tokens, logits)
 
 
-def propose_ngram(slots: Slots, wanted: Int32[Array, " slots"], *, proposer: NgramProposer) -> Slots:
-    """Up to `wanted` draft tokens for each slot, put behind its history."""
+def propose_ngram(slots: Slots, packed: Int32[Array, "2 rows"], *, proposer: NgramProposer) -> Slots:
+    """Up to `packed[1]` draft tokens for each of the slots `packed[0]` (padding: num_slots), put behind its history."""
+    row_slots, wanted = packed
     with jax.named_scope("propose"):
-        length = slots.num_computed + 1  # the last certain token is to be computed by the step that follows
-        tokens, found = proposer.propose(slots.history, length)
-        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        place = jnp.where(index < wanted[:, None], length[:, None] + index, slots.history.shape[1])
-        row = jnp.arange(slots.num_slots, dtype=jnp.int32)[:, None]
-        history = slots.history.at[row, place].set(tokens, mode="drop")
-        return slots._replace(history=history, num_drafts=jnp.where(found, wanted, 0))
+        slots, found = _look_up(proposer, slots, row_slots, wanted)
+        return _with_num_drafts(slots, row_slots, jnp.where(found, wanted, 0))
+
+
+def _look_up(
+    proposer: NgramProposer, slots: Slots, row_slots: Int32[Array, " rows"], wanted: Int32[Array, " rows"]
+) -> tuple[Slots, Bool[Array, " rows"]]:
+    """The slots with the drafts that are found in their own texts, and for which rows there are any."""
+    length = slots.num_computed.at[row_slots].get(mode="clip") + 1  # the step that follows computes the last token
+    tokens, found = proposer.propose(slots.history.at[row_slots].get(mode="clip"), length)
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    place = jnp.where(found[:, None] & (index < wanted[:, None]), length[:, None] + index, slots.history.shape[1])
+    return slots._replace(history=slots.history.at[row_slots[:, None], place].set(tokens, mode="drop")), found
+
+
+def _with_num_drafts(slots: Slots, row_slots: Int32[Array, " rows"], count: Int32[Array, " rows"]) -> Slots:
+    none = jnp.zeros_like(slots.num_drafts)
+    return slots._replace(num_drafts=none.at[row_slots].set(count, mode="drop"))
 
 
 def read_drafts(slots: Slots, *, count: int) -> Int32[Array, "slots count"]:
@@ -83,27 +100,50 @@ def propose_by_model(
     if slots.states is not None:
         last = (slots.num_computed.at[inputs.slots].get(mode="clip") - 1) % KEPT_STATES
         before = slots.states.at[inputs.slots, last].get(mode="clip")
-    num_drafts = jnp.zeros_like(slots.num_drafts).at[inputs.slots].set(inputs.wanted, mode="drop")
     with jax.named_scope("propose"):
+        found = jnp.zeros(rows, bool)
+        if step.proposer is not None:
+            slots, found = _look_up(step.proposer, slots, inputs.slots, inputs.wanted)
+        left = inputs._replace(wanted=jnp.where(found, 0, inputs.wanted))
         if isinstance(step.draft, MedusaDefinition):
-            slots = _guess(step, weights.draft, slots, inputs, before)
+            slots, count = _guess(step, weights.draft, slots, left, before)
         else:
-            kv, slots = _decode(step, weights, kv, slots, inputs, before)
-    return kv, slots._replace(num_drafts=num_drafts)
+            kv, slots, count = _decode(step, weights, kv, slots, left, before)
+    return kv, _with_num_drafts(slots, inputs.slots, jnp.where(found, inputs.wanted, count))
+
+
+class Drafting(NamedTuple):
+    """How many drafts each row is to have, and how probably those that it has are all right by its lights."""
+
+    count: Int32[Array, " rows"]
+    chance: Float32[Array, " rows"]
+
+    @classmethod
+    def start(cls, wanted: Int32[Array, " rows"]) -> "Drafting":
+        return cls(wanted, jnp.ones(wanted.shape, jnp.float32))
+
+    def after(self, step: StepDefinition, logits: Float32[Array, "rows known"], index: Array) -> "Drafting":
+        """With the `index`-th draft, the last one of rows that are no longer sure enough."""
+        if step.least_chance <= 0:
+            return self
+        likeliest = 1 / jnp.exp(logits - logits.max(-1, keepdims=True)).sum(-1)
+        chance = self.chance * likeliest
+        return Drafting(jnp.where(chance < step.least_chance, jnp.minimum(self.count, index + 1), self.count), chance)
 
 
 def _decode(
     step: StepDefinition, weights: Weights, kv: KVCache, slots: Slots, inputs: DraftInputs, before: Array | None
-) -> tuple[KVCache, Slots]:
-    """The slots with drafts that a draft model or an EAGLE head decodes one by one, and the pages with its keys."""
-    row_slots, wanted = inputs.slots, inputs.wanted
+) -> tuple[KVCache, Slots, Int32[Array, " rows"]]:
+    """The slots with drafts that a draft model or an EAGLE head decodes one by one, the pages with its keys, and how
+    many drafts there are."""
+    row_slots = inputs.slots
     own = len(step.model.layers)
     num_pages, _, _, page_size, _ = kv[0].pages.shape
     offset = jnp.zeros_like(row_slots)
 
-    def one(index: Array, carry: tuple) -> tuple:
-        draft_kv, now, before = carry
-        token_slot = jnp.where(index < wanted, row_slots, slots.num_slots)
+    def one(carry: tuple) -> tuple:
+        index, draft_kv, now, before, drafting = carry
+        token_slot = jnp.where(index < drafting.count, row_slots, slots.num_slots)
         where = locate(now, token_slot, offset + index, num_pages, page_size)
         token_ids = now.history.at[where.slot, where.position].get(mode="clip")
         work = step.attention.work.singles(len(row_slots))
@@ -120,14 +160,19 @@ def _decode(
             hidden = step.draft.norm.build(weights.draft.norm)(hidden, step.norm(where.count))
         head = weights.head if weights.draft.head is None else weights.draft.head
         logits = logits_of(head, hidden, step.linear(where.count))
-        return draft_kv, put_drafts(step, now, logits, token_slot, index, where.position + 1, known), before
+        now = put_drafts(step, now, logits, token_slot, index, where.position + 1, known)
+        return index + 1, draft_kv, now, before, drafting.after(step, logits, index)
 
-    draft_kv, slots, _ = lax.fori_loop(0, wanted.max(), one, (kv[own:], slots, before))
-    return kv[:own] + draft_kv, slots
+    carry = jnp.int32(0), kv[own:], slots, before, Drafting.start(inputs.wanted)
+    _, draft_kv, slots, _, drafting = lax.while_loop(lambda carry: carry[0] < carry[-1].count.max(), one, carry)
+    return kv[:own] + draft_kv, slots, drafting.count
 
 
-def _guess(step: StepDefinition, draft: MedusaWeights, slots: Slots, inputs: DraftInputs, state: Array) -> Slots:
-    """The slots with drafts of Medusa heads, the i-th from the i-th head, all from the state before the last token."""
+def _guess(
+    step: StepDefinition, draft: MedusaWeights, slots: Slots, inputs: DraftInputs, state: Array
+) -> tuple[Slots, Int32[Array, " rows"]]:
+    """The slots with drafts of Medusa heads, the i-th from the i-th head, all from the state before the last token, and
+    how many there are."""
     start = slots.num_computed.at[inputs.slots].get(mode="clip") + 1
 
     def logits_by(number: int) -> Callable[[Array, Array], Array]:
@@ -137,13 +182,17 @@ def _guess(step: StepDefinition, draft: MedusaWeights, slots: Slots, inputs: Dra
 
     heads = [logits_by(number) for number in range(len(draft.blocks))]
 
-    def one(index: Array, now: Slots) -> Slots:
-        token_slot = jnp.where(index < inputs.wanted, inputs.slots, slots.num_slots)
+    def one(carry: tuple) -> tuple:
+        index, now, drafting = carry
+        token_slot = jnp.where(index < drafting.count, inputs.slots, slots.num_slots)
         logits = lax.switch(index, heads, state, extent(token_slot < slots.num_slots))
-        return put_drafts(step, now, logits, token_slot, index, start + index, draft.token_ids)
+        now = put_drafts(step, now, logits, token_slot, index, start + index, draft.token_ids)
+        return index + 1, now, drafting.after(step, logits, index)
 
+    carry = jnp.int32(0), slots, Drafting.start(inputs.wanted)
     if step.branches:
-        return lax.fori_loop(0, inputs.wanted.max(), one, slots)
-    for number in range(len(heads)):  # one command buffer; `switch` of a constant is no branch
-        slots = one(jnp.int32(number), slots)
-    return slots
+        carry = lax.while_loop(lambda carry: carry[0] < carry[-1].count.max(), one, carry)
+    else:
+        for number in range(len(heads)):  # one command buffer; `switch` of a constant is no branch
+            carry = one((jnp.int32(number), *carry[1:]))
+    return carry[1], carry[2].count

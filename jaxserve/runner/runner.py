@@ -114,6 +114,7 @@ class Runner:
         cache_dir: Path | None = None,
         proposer: NgramProposer | None = None,
         draft: Decoder | DraftHead | None = None,
+        least_chance: float = 0.0,
         acceptance: str = "agreement",
         max_drafts: int = 0,
         constrains: bool = False,
@@ -143,6 +144,7 @@ class Runner:
             verify=choose_verify(mesh=mesh),
             proposer=proposer,
             draft=draft_definition,
+            least_chance=least_chance,
             acceptance=acceptance,
             constrains=constrains,
         )
@@ -275,9 +277,8 @@ class Runner:
     def _propose(self, program: Program, runs: Runs, new_pages: Sequence[tuple[int, int, int]]) -> None:
         """Give the runs that want some their draft tokens."""
         if self.step.draft is None:
-            wanted = np.zeros(self.num_slots, np.int32)
-            wanted[runs.slots] = runs.drafts
-            self.slots = self.compiler.get(program)(self.slots, wanted)
+            packed = inputs.pack_wanted(runs, program.bucket, self.num_slots)
+            self.slots = self.compiler.get(program)(self.slots, packed)
             return
         packed = inputs.pack_drafts(runs, new_pages, program.bucket, self.step.max_tokens, self.num_slots)
         self.kv, self.slots = self.compiler.get(program)(self.weights, self.kv, self.slots, packed)

@@ -47,7 +47,8 @@ class StepDefinition:
     """Everything static that the programs are compiled for.
 
     proposer: proposes draft tokens from a request's own text
-    draft: the model or the head that proposes them instead; its layers' pages lie behind those of `model`
+    draft: the model or the head that proposes them where that has none; its layers' pages lie behind those of `model`
+    least_chance: a draft of its is the last of a row if with less probability all of them are right
     acceptance: the rule by which drafts are accepted, of `config.ACCEPTANCE_RULES`
     """
 
@@ -61,6 +62,7 @@ class StepDefinition:
     verify: VerifyBackend = REFERENCE
     proposer: NgramProposer | None = None
     draft: ModelDefinition | EagleDefinition | MedusaDefinition | None = None
+    least_chance: float = 0.0
     acceptance: str = "agreement"
     constrains: bool = False  # whether rows may bring masks
 
@@ -78,7 +80,7 @@ class StepDefinition:
     @property
     def keeps_draft_logits(self) -> bool:
         """Whether slots remember what drafts were sampled from: the text of a request leaves no choice."""
-        return self.acceptance == "rejection" and self.speculates and self.proposer is None
+        return self.acceptance == "rejection" and self.draft is not None
 
     @property
     def compacts(self) -> bool:

@@ -45,9 +45,9 @@ def temporary_bound(engine, name: str, bucket: int) -> int:
     if name in ("admit", "set_tables"):
         return 4096
     if name == "propose_ngram":  # a few numbers for each token that a slot may hold
-        return 16 * 4 * engine.runner.num_slots * engine.runner.max_len
+        return 16 * 4 * bucket * engine.runner.max_len
     if name == "propose_by_model":
-        return temporary_bound(engine, "body", bucket) + temporary_bound(engine, "head", bucket)
+        return sum(temporary_bound(engine, part, bucket) for part in ("propose_ngram", "body", "head"))
     if name in ("head", "greedy_head", "masked_head", "score", "score_all"):
         return 8 * 4 * bucket * config.vocab_size + 2**20  # the sampler's tables do not grow with the rows
     width = 4 * config.hidden_size + 4 * config.intermediate_size
