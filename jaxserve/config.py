@@ -48,12 +48,13 @@ class SpeculativeConfig:
             a request's tokens are those it gets without speculation. `rejection` (modified rejection sampling): each
             with probability min(1, p / q), p the target's and q the proposer's; at temperatures above 0 the tokens
             have the same distribution as without, but are others.
-        prompt_lookup: whether the others come in only where `ngram` finds nothing; None is yes with `agreement`, and
-            with `rejection`, which needs the probability of each draft, it cannot be.
-        prompt_lookup_min: of prompt lookup: the fewest tokens that must have occurred before.
+        prompt_lookup: whether a model or a head proposes only where `ngram` finds nothing. None is yes with
+            `agreement`; with `rejection`, which needs the probability of each draft, it cannot be.
+        prompt_lookup_min: of prompt lookup: the fewest tokens that must have occurred before. None is 1 with `ngram`
+            and 2 beside a model or a head, which is right more often than what follows a single token.
         prompt_lookup_max: of prompt lookup: the most tokens that are looked for.
         draft_confidence_threshold: a model or a head ends a request's drafts with the first of which it holds all to be
-            right with less than this probability; None is 0.1 with `auto` and 0 with `fixed`.
+            right with less than this probability. None is 0.1 with `length_control="auto"`, and 0 with `fixed`.
     """
 
     method: str
@@ -63,7 +64,7 @@ class SpeculativeConfig:
     draft_lengths: tuple[int, ...] = (0, 1, 3, 7)
     acceptance: str = "agreement"
     prompt_lookup: bool | None = None
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int | None = None
     prompt_lookup_max: int = 4
     draft_confidence_threshold: float | None = None
 
@@ -71,42 +72,41 @@ class SpeculativeConfig:
         choices = {"method": SPECULATIVE_METHODS, "length_control": LENGTH_CONTROLS, "acceptance": ACCEPTANCE_RULES}
         for name, values in choices.items():
             _one_of(self, name, values)
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
-            _positive(self, name)
+        _positive(self, "num_speculative_tokens")
         valid = self.model is None or (self.method != "ngram" and isinstance(self.model, str | Path))
         require(valid, "model", self.model, "the name of a model or a head, and None with method='ngram'")
         most = self.num_speculative_tokens
         require(most <= MAX_DRAFT_TOKENS, "num_speculative_tokens", most, f"at most {MAX_DRAFT_TOKENS}")
-        rule = f"at least prompt_lookup_min={self.prompt_lookup_min}"
-        require(self.prompt_lookup_max >= self.prompt_lookup_min, "prompt_lookup_max", self.prompt_lookup_max, rule)
-        _one_of(self, "prompt_lookup", (None, True, False))
-        if self.method == "ngram":
-            require(self.prompt_lookup is not False, "prompt_lookup", False, "True or None with method='ngram'")
-        elif self.acceptance == "rejection":
-            rule = f"False or None with method={self.method!r} and acceptance='rejection'"
-            require(not self.prompt_lookup, "prompt_lookup", True, rule)
+        self._check_lookup()
+        self._default("draft_confidence_threshold", LEAST_CHANCE if self.length_control == "auto" else 0.0)
         chance = self.draft_confidence_threshold
-        valid = chance is None or (is_number(chance) and 0 <= chance <= 1)
+        valid = is_number(chance) and 0 <= chance <= 1
         require(valid, "draft_confidence_threshold", chance, "None or a number from 0 to 1")
+        object.__setattr__(self, "draft_confidence_threshold", float(chance))
         lengths = self.draft_lengths
         valid = isinstance(lengths, list | tuple) and all(is_integer(k) and k >= 0 for k in lengths)
         rule = "integers of at least 0, ascending"
         require(valid and list(lengths) == sorted(set(lengths)), "draft_lengths", lengths, rule)
         object.__setattr__(self, "draft_lengths", tuple(lengths))
 
-    @property
-    def looks_up(self) -> bool:
-        """Whether drafts are looked up in the request's own text."""
-        if self.prompt_lookup is None:
-            return self.method == "ngram" or self.acceptance == "agreement"
-        return self.prompt_lookup
+    def _check_lookup(self) -> None:
+        _one_of(self, "prompt_lookup", (None, True, False))
+        alone, exact = self.method == "ngram", self.acceptance == "agreement"
+        if alone:
+            require(self.prompt_lookup is not False, "prompt_lookup", False, "True or None with method='ngram'")
+        elif not exact:
+            rule = f"False or None with method={self.method!r} and acceptance='rejection'"
+            require(not self.prompt_lookup, "prompt_lookup", True, rule)
+        self._default("prompt_lookup", alone or exact)
+        _positive(self, "prompt_lookup_max")
+        self._default("prompt_lookup_min", 1 if alone else min(2, self.prompt_lookup_max))
+        _positive(self, "prompt_lookup_min")
+        rule = f"at least prompt_lookup_min={self.prompt_lookup_min}"
+        require(self.prompt_lookup_max >= self.prompt_lookup_min, "prompt_lookup_max", self.prompt_lookup_max, rule)
 
-    @property
-    def least_chance(self) -> float:
-        """`draft_confidence_threshold`, or its default."""
-        if self.draft_confidence_threshold is None:
-            return LEAST_CHANCE if self.length_control == "auto" else 0.0
-        return float(self.draft_confidence_threshold)
+    def _default(self, name: str, value: Any) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "SpeculativeConfig":

@@ -157,7 +157,7 @@ def start(
         cache_dir=config.compilation_cache(),
         proposer=_proposer(speculative),
         draft=draft.load() if draft is not None else None,
-        least_chance=speculative.least_chance if speculative is not None else 0.0,
+        least_chance=speculative.draft_confidence_threshold if speculative is not None else 0.0,
         acceptance=speculative.acceptance if speculative is not None else "agreement",
         max_drafts=speculative.num_speculative_tokens if speculative is not None else 0,
         constrains=model.tokenizer is not None,
@@ -297,7 +297,7 @@ def _check_draft(draft: Model, model: Model, max_len: int, most: int) -> None:
 
 
 def _proposer(config: SpeculativeConfig | None) -> NgramProposer | None:
-    if config is None or not config.looks_up:
+    if config is None or not config.prompt_lookup:
         return None
     return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
 

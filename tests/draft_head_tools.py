@@ -130,16 +130,22 @@ class Recipe:
         if "token_map" in tensors:
             self.ids = tensors["token_map"]
 
-    def drafts(self, tokens: list[int], count: int) -> tuple[list[int], float]:
-        """`count` tokens after these, and how far ahead of the second the likeliest was at least."""
+    def drafts(self, tokens: list[int], count: int, least_chance: float = 0.0) -> tuple[list[int], float]:
+        """`count` tokens after these, and how far ahead of the second the likeliest was at least. The last is the first
+        at which the product of the likeliest ones' probabilities is below `least_chance`; how near it came to that
+        counts like how near the second came to the likeliest."""
         states = list(self.target_states(tokens[:-1]))
-        drafted, margin, text = [], np.inf, list(tokens)
+        drafted, margin, text, chance = [], np.inf, list(tokens), 1.0
         for index in range(count):
             logits = self._guess(index, states[-1]) if self.method == "medusa" else self._continue(text, states)
             first, second = np.sort(logits)[:-3:-1]
             margin = min(margin, first - second)
             drafted.append(int(self.ids[logits.argmax()]))
             text.append(drafted[-1])
+            chance /= np.exp(logits - first).sum()
+            margin = min(margin, abs(chance - least_chance) if least_chance else np.inf)
+            if chance < least_chance:
+                break
         return drafted, margin
 
     def _guess(self, head: int, x: np.ndarray) -> np.ndarray:

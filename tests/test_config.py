@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from pathlib import Path
 
 import jax
@@ -44,8 +45,10 @@ WRONG_SPECULATION = {
     "acceptance": ["Rejection", "typical", "", None, True],
     "length_control": ["automatic", None, True],
     "draft_lengths": [(3, 1), (-1,), ("1",), 3, (1, 1), None],
-    "prompt_lookup_min": [0, 5, 1.5, None],  # more than prompt_lookup_max
-    "prompt_lookup_max": [0, 1, True, None],
+    "prompt_lookup": [False, 1, "yes"],  # the first does not go with the method ngram
+    "prompt_lookup_min": [0, 5, 1.5],  # more than prompt_lookup_max
+    "prompt_lookup_max": [0, True, None],
+    "draft_confidence_threshold": [-0.1, 1.1, float("nan"), "0.1", True],
 }
 
 
@@ -61,6 +64,26 @@ def test_wrong_values_of_speculation_are_refused_with_field_value_and_rule():
                 SpeculativeConfig(**{"method": "ngram", field: value})
             assert field in str(error.value)
             assert repr(value) in str(error.value)
+
+
+def test_what_goes_with_a_method_is_its_default():
+    chosen = lambda **given: operator.attrgetter(
+        "prompt_lookup", "prompt_lookup_min", "prompt_lookup_max", "draft_confidence_threshold"
+    )(SpeculativeConfig(**given))
+    assert chosen(method="ngram") == (True, 1, 4, 0.1)
+    assert chosen(method="ngram", acceptance="rejection", length_control="fixed") == (True, 1, 4, 0.0)
+    assert chosen(method="eagle") == (True, 2, 4, 0.1)
+    assert chosen(method="eagle", prompt_lookup_max=1, draft_confidence_threshold=0) == (True, 1, 1, 0)
+    assert chosen(method="medusa", prompt_lookup=False, length_control="fixed") == (False, 2, 4, 0.0)
+    assert chosen(method="draft_model", acceptance="rejection") == (False, 2, 4, 0.1)
+    with pytest.raises(
+        ValueError, match=r"^prompt_lookup=True: prompt_lookup must be False or None with method='eagle'"
+    ):
+        SpeculativeConfig(method="eagle", acceptance="rejection", prompt_lookup=True)
+    with pytest.raises(
+        ValueError, match=r"^prompt_lookup_max=1: prompt_lookup_max must be at least prompt_lookup_min=2"
+    ):
+        SpeculativeConfig(method="eagle", prompt_lookup_min=2, prompt_lookup_max=1)
 
 
 def test_wrong_values_of_pooling_are_refused():

@@ -1,6 +1,7 @@
 """Draft heads: what they draft is what the published recipes say, and the output is what it is without them."""
 
 import json
+from collections import Counter
 
 import draft_head_tools as tools
 import engine_tools
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from engine_tools import assert_same, requests_for, run, tiny_decoder
 from flax import nnx
+from ngram_tools import search
 
 from jaxserve import SamplingParams
 from jaxserve.checkpoint.draft_head import load_head, read_head, save_head
@@ -25,23 +27,27 @@ CASES = [
 ]
 
 
+ALONE = {"num_speculative_tokens": 3, "length_control": "fixed", "prompt_lookup": False}
+
+
 def head_engine(folder, method, dtype="float32", **options):
-    speculative = {"method": method, "model": str(folder), "num_speculative_tokens": 3, "length_control": "fixed"}
+    speculative = {"method": method, "model": str(folder), **ALONE}
     defaults = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "speculative_config": speculative}
     return engine_tools.tiny_engine(dtype, **{**defaults, **options})
 
 
-def watch_drafts(engine, seen: list[tuple[list[int], list[int]]]) -> None:
-    """Note the text and the drafts behind it of each proposal."""
+def watch_drafts(engine, seen: list[tuple[list[int], list[int], int]]) -> None:
+    """Note the text of each proposal, the drafts behind it, and how many were wanted."""
     propose = engine.runner._propose
 
     def watched(program, runs, new_pages):
         propose(program, runs, new_pages)
         slots = engine.runner.slots
-        history, computed = np.asarray(slots.history), np.asarray(slots.num_computed)
+        history, computed, held = map(np.asarray, (slots.history, slots.num_computed, slots.num_drafts))
         for slot, drafts in zip(runs.slots, runs.drafts, strict=True):
             end = int(computed[slot]) + 1
-            seen.append((history[slot, :end].tolist(), history[slot, end : end + drafts].tolist()))
+            assert held[slot] <= drafts
+            seen.append((history[slot, :end].tolist(), history[slot, end : end + held[slot]].tolist(), int(drafts)))
 
     engine.runner._propose = watched
 
@@ -49,7 +55,8 @@ def watch_drafts(engine, seen: list[tuple[list[int], list[int]]]) -> None:
 def agreement(recipe: tools.Recipe, seen) -> tuple[int, int]:
     """How many drafts are the recipe's, of how many; those after a near tie do not count."""
     same = clear = 0
-    for text, drafts in seen:
+    for text, drafts, wanted in seen:
+        assert len(drafts) == wanted
         expected, margin = recipe.drafts(text, len(drafts))
         if margin > 1e-3:
             clear += len(drafts)
@@ -75,6 +82,30 @@ def test_drafts_are_those_of_the_recipe(tmp_path, case):
     assert len(seen) > 20
     same, clear = agreement(tools.Recipe(case["method"], tensors, tiny_decoder("float32"), window), seen)
     assert same == clear > 30
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_the_text_itself_comes_first_and_an_unsure_head_ends(tmp_path, method):
+    """In one step: drafts that are looked up, drafts of the head where nothing is found, and those it ends early."""
+    tensors = tools.head_tensors(method, reduced=True)
+    peaked = {name: 4 * value if name.startswith("lm_head") else value for name, value in tensors.items()}
+    folder, threshold, seen = tools.write_head(tmp_path, method, peaked), 0.2, []
+    lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 3, "draft_confidence_threshold": threshold}
+    config = {"method": method, "model": str(folder), **ALONE, "prompt_lookup": True, **lookup}
+    with head_engine(folder, method, speculative_config=config) as engine:
+        watch_drafts(engine, seen)
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        run(engine, [(prompt, params) for prompt in ([5], [9, 30, 12], [40, 41] * 3, [7])])
+    recipe, kinds = tools.Recipe(method, peaked, tiny_decoder("float32")), Counter()
+    for text, drafts, wanted in seen:
+        expected, margin, kind = search(text, 2, 3, wanted), np.inf, "looked up"
+        if expected is None:
+            expected, margin = recipe.drafts(text, wanted, threshold)
+            kind = "whole" if len(expected) == wanted else "ended"
+        if margin > 1e-3:
+            assert drafts == expected
+            kinds[kind] += 1
+    assert min(kinds[kind] for kind in ("looked up", "whole", "ended")) > 3, kinds
 
 
 @pytest.mark.slow

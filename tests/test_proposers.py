@@ -25,6 +25,7 @@ def speculating(request, tmp_path_factory):
     method, draft = request.param, {}
     config = {"method": method, "num_speculative_tokens": 3, "length_control": "fixed"}
     if method == "draft_model":
+        config["prompt_lookup"] = False
         smaller = {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_attention_heads": 4}
         draft["draft_decoder"] = tiny_decoder(**smaller)
     else:
