@@ -111,7 +111,7 @@ def _fields(params: SamplingParams) -> dict:
 
 def test_with_the_head_that_comes_with_it(alone):
     """It need not be named; first drafts of a greedy answer are right two times in five, as when it was trained."""
-    drafts = {"method": "eagle", "num_speculative_tokens": 3, "length_control": "fixed"}
+    drafts = {"method": "eagle", "num_speculative_tokens": 3, "length_control": "fixed", "prompt_lookup": False}
     greedy = SamplingParams(temperature=0, max_tokens=48)
     with smollm2(64, speculative_config=drafts) as engine:
         assert_same(run(engine, TARGETS), alone)
@@ -119,3 +119,12 @@ def test_with_the_head_that_comes_with_it(alone):
         run(engine, [("<|im_start|>user\nWhat is a lighthouse?<|im_end|>\n<|im_start|>assistant\n", greedy)])
         stats = engine.stats()
     assert stats["spec_num_accepted_tokens_pos_0"] > 0.25 * stats["spec_num_drafts"]
+
+
+@pytest.mark.slow
+def test_as_users_have_it(alone):
+    """Looked up, or drafted by the head while it is sure; the controller chooses the lengths."""
+    with smollm2(64, speculative_config={"method": "eagle"}) as engine:
+        assert_same(run(engine, TARGETS), alone)
+        stats = engine.stats()
+    assert 0 < stats["spec_num_accepted_tokens"] < stats["spec_num_draft_tokens"]
