@@ -36,6 +36,7 @@ KINDS = [
 SIZES = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "linear_backend": "xla", "max_model_len": 128}
 METHODS = {
     "draft_model": {"method": "draft_model"},
+    "unsure": {"method": "draft_model", "draft_confidence_threshold": 0.65},  # ends some
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     "eagle": {"method": "eagle"},  # a head that knows three of the four tokens
     "medusa": {"method": "medusa"},  # likewise
@@ -80,12 +81,13 @@ def joint_distribution(logprobs, params: SamplingParams) -> np.ndarray:
 
 @pytest.fixture(
     scope="module",
-    params=["draft_model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "eagle", "medusa"))],
+    params=["draft_model", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "draft_model")],
 )
 def engine(request):
     config = {**METHODS[request.param], "num_speculative_tokens": LENGTH, "length_control": "fixed"}
     drafts = {
         "draft_model": lambda: decoder(num_hidden_layers=1, rope_theta=100.0),
+        "unsure": lambda: decoder(num_hidden_layers=1, rope_theta=100.0),
         "eagle": lambda: tiny_head(decoder(), np.array([0, 1, 3])),
         "medusa": lambda: tiny_medusa(decoder(), np.array([0, 1, 3]), LENGTH),
     }
