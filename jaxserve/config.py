@@ -19,7 +19,7 @@ ACCEPTANCE_RULES = ("agreement", "rejection")
 RUNNERS = ("auto", "generate", "pooling")
 POOLING_TYPES = ("LAST", "MEAN")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
-LEAST_CHANCE = 0.1  # what one more draft must be worth, of a step
+DRAFT_CONFIDENCE = 0.1  # below it one more draft of a head costs more than it yields: it takes a twentieth of a step
 MAX_DRAFT_TOKENS = 15  # with the token before them a decode tile of 16 rows
 
 
@@ -78,7 +78,7 @@ class SpeculativeConfig:
         most = self.num_speculative_tokens
         require(most <= MAX_DRAFT_TOKENS, "num_speculative_tokens", most, f"at most {MAX_DRAFT_TOKENS}")
         self._check_lookup()
-        self._default("draft_confidence_threshold", LEAST_CHANCE if self.length_control == "auto" else 0.0)
+        self._default("draft_confidence_threshold", DRAFT_CONFIDENCE if self.length_control == "auto" else 0.0)
         chance = self.draft_confidence_threshold
         valid = is_number(chance) and 0 <= chance <= 1
         require(valid, "draft_confidence_threshold", chance, "None or a number from 0 to 1")

@@ -19,7 +19,7 @@ from jaxserve.checkpoint.draft_head import load_head, read_head
 from jaxserve.checkpoint.hugging_face import dtype_of, read_config, read_generation_defaults
 from jaxserve.checkpoint.loading import load_decoder, model_folder
 from jaxserve.checkpoint.sentence_transformers import StoredPooling, read_pooling
-from jaxserve.config import EngineConfig, PoolerConfig, SpeculativeConfig
+from jaxserve.config import EngineConfig, PoolerConfig
 from jaxserve.input_processor import InputProcessor
 from jaxserve.kernels_pallas.matmul import LinearKernel, choose_linear, why_no_mosaic
 from jaxserve.kernels_pallas.paged_attention import XLA, AttentionBackend, choose_attention
@@ -155,7 +155,7 @@ def start(
         linear_kernel=linear,
         mesh=config.mesh,
         cache_dir=config.compilation_cache(),
-        proposer=_proposer(speculative),
+        proposer=NgramProposer.of(speculative),
         draft=draft.load() if draft is not None else None,
         least_chance=speculative.draft_confidence_threshold if speculative is not None else 0.0,
         acceptance=speculative.acceptance if speculative is not None else "agreement",
@@ -294,12 +294,6 @@ def _check_draft(draft: Model, model: Model, max_len: int, most: int) -> None:
         raise ValueError(
             f"max_model_len={max_len}: it must be at most max_position_embeddings={longest} of speculative_config.model"
         )
-
-
-def _proposer(config: SpeculativeConfig | None) -> NgramProposer | None:
-    if config is None or not config.prompt_lookup:
-        return None
-    return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
 
 
 def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:

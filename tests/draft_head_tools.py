@@ -83,11 +83,12 @@ def write_head(folder: Path, method: str, tensors: dict[str, np.ndarray], **chan
     return folder
 
 
-def tiny_head(target: Decoder, token_ids: np.ndarray) -> EagleHead:
-    """A random EAGLE-1 head of the target's own shape that knows some of its tokens."""
+def tiny_head(target: Decoder, token_ids: np.ndarray, *, third: bool = False) -> EagleHead:
+    """A random EAGLE head, -1 or -3, of the target's own shape that knows some of its tokens."""
     layer = replace(target.config, num_layers=1, windows=(None,), uses_rope=(True,), tie_word_embeddings=False)
     sizes = {"vocab_size": layer.vocab_size, "target_hidden": layer.hidden_size, "draft_vocab": len(token_ids)}
-    config = EagleConfig(method="eagle", layer=layer, **sizes)
+    kind = {"method": "eagle3", "aux_layers": AUX, "own_head": True} if third else {"method": "eagle"}
+    config = EagleConfig(layer=layer, **sizes, **kind)
     return random_head(config, token_ids=token_ids, dtype=target.embed[...].dtype)
 
 

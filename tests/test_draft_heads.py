@@ -25,8 +25,6 @@ CASES = [
     pytest.param({"method": "medusa", "reduced": False}, id="medusa", marks=pytest.mark.slow),
     pytest.param({"method": "medusa", "reduced": True, "bias": True}, id="medusa, bias and reduced"),
 ]
-
-
 ALONE = {"num_speculative_tokens": 3, "length_control": "fixed", "prompt_lookup": False}
 
 

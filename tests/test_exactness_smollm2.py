@@ -3,10 +3,14 @@ that add shapes are slow tests."""
 
 import random
 
+import numpy as np
 import pytest
+from draft_head_tools import tiny_head, tiny_medusa
 from engine_tools import Requests, assert_same, run, run_alone, with_budget
 
 from jaxserve import Engine, SamplingParams
+from jaxserve.checkpoint.hugging_face import dtype_of, read_config
+from jaxserve.checkpoint.loading import load_decoder, model_folder
 from jaxserve.scheduler.scheduler import Scheduler
 
 STORY = (
@@ -121,10 +125,44 @@ def test_with_the_head_that_comes_with_it(alone):
     assert stats["spec_num_accepted_tokens_pos_0"] > 0.25 * stats["spec_num_drafts"]
 
 
+SOME_TOKENS = np.arange(0, 49152, 12)
+# What guesses at random is right only where the text itself is looked through first; the model itself nearly always.
+DRAFTS = {
+    "ngram": lambda target: None,
+    "draft_model": lambda target: target,
+    "eagle": lambda target: None,  # the head that comes with the model
+    "eagle3": lambda target: tiny_head(target, SOME_TOKENS, third=True),
+    "medusa": lambda target: tiny_medusa(target, SOME_TOKENS, 7),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    folder = model_folder(None)
+    config = read_config(folder, max_model_len=1024)
+    return load_decoder(folder, dtype=dtype_of(config, "auto"), max_model_len=1024)
+
+
+@pytest.fixture(scope="module")
+def others():
+    """Greedy and seeded requests that grow to more pages than there are, and what they get without drafts. A third
+    declines drafts."""
+    requests = []
+    for index, (prompt, _) in enumerate(company(24)):
+        how = {"temperature": index % 2 * 0.8, "seed": index, "logprobs": 2, "speculative": index % 3 > 0}
+        requests.append((prompt, SamplingParams(**how, max_tokens=80, ignore_eos=True)))
+    with smollm2(64) as engine:
+        return requests, run(engine, requests)
+
+
 @pytest.mark.slow
-def test_as_users_have_it(alone):
-    """Looked up, or drafted by the head while it is sure; the controller chooses the lengths."""
-    with smollm2(64, speculative_config={"method": "eagle"}) as engine:
-        assert_same(run(engine, TARGETS), alone)
+@pytest.mark.parametrize("method", DRAFTS)
+def test_whatever_proposes(alone, others, target, method):
+    """As users have it, lengths chosen step by step, in mixed company, with chunks and preemptions."""
+    requests, expected = others
+    drafts = {"speculative_config": {"method": method}, "draft_decoder": DRAFTS[method](target)}
+    with smollm2(64, num_pages=64, **drafts) as engine:
+        assert_same(run(engine, [*requests, *TARGETS]), [*expected, *alone])
         stats = engine.stats()
-    assert 0 < stats["spec_num_accepted_tokens"] < stats["spec_num_draft_tokens"]
+    assert stats["num_preemptions"] > 0
+    assert 0 < stats["spec_num_accepted_tokens"] <= stats["spec_num_draft_tokens"]

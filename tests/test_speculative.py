@@ -93,8 +93,8 @@ def test_the_same_as_without_through_xla(requests, backends):
         drafts_are_accepted(engine)
 
 
-MODEL = {"method": "draft_model", "num_speculative_tokens": 4, "prompt_lookup": False}
-MODEL["draft_confidence_threshold"] = 0
+ALONE = {"prompt_lookup": False, "draft_confidence_threshold": 0}  # all drafts are the model's
+MODEL = {"method": "draft_model", "num_speculative_tokens": 4, **ALONE}
 
 
 def agrees(stats) -> None:

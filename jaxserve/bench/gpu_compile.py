@@ -37,7 +37,7 @@ from jaxserve.bench.ptx import (
 )
 from jaxserve.cache import kv_cache
 from jaxserve.cache.kv_cache import KVLayout
-from jaxserve.config import LEAST_CHANCE
+from jaxserve.config import SpeculativeConfig
 from jaxserve.kernels_pallas.matmul import choose_linear
 from jaxserve.kernels_pallas.paged_attention import choose_attention
 from jaxserve.kernels_pallas.verify_draft import choose_verify
@@ -181,6 +181,11 @@ def describe(model: str, layers: int, deterministic: bool, speculates: str | Non
     linear = choose_linear("auto", DTYPE, products=config.products, deterministic=deterministic, device=H200)
     if deterministic and (missing := determinism.kernels_missing(attention, linear)):
         raise ValueError(f"{model}: {missing}")
+    speculation, how = None, {}
+    if speculates is not None:
+        rule = "rejection" if speculates == "draft_model" else "agreement"
+        speculation = SpeculativeConfig(method=speculates, num_speculative_tokens=DRAFTS, acceptance=rule)
+        how = {"acceptance": rule, "least_chance": speculation.draft_confidence_threshold}
     step = StepDefinition(
         model=definition,
         attention=attention,
@@ -188,11 +193,10 @@ def describe(model: str, layers: int, deterministic: bool, speculates: str | Non
         max_logprobs=MAX_LOGPROBS,
         linear_kernel=linear,
         verify=choose_verify(device=H200),
-        proposer=NgramProposer(2, 4, DRAFTS) if speculates in ("ngram", "eagle", "medusa") else None,
-        least_chance=LEAST_CHANCE if speculates in ("eagle", "medusa") else 0.0,
+        proposer=NgramProposer.of(speculation),
         draft=draft_definition,
-        acceptance="rejection" if speculates == "draft_model" else "agreement",
         constrains=constrains,
+        **how,
     )
     sizes = BUCKETS.rows[-1], MAX_LEN, -(-MAX_LEN // PAGE_SIZE), config.vocab_size
     remembered = DRAFTS if step.keeps_draft_logits else 0

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jaxserve.config import SpeculativeConfig
+
 
 @dataclass(frozen=True)
 class NgramProposer:
@@ -16,6 +18,13 @@ class NgramProposer:
     shortest: int
     longest: int
     count: int
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig | None) -> "NgramProposer | None":
+        """The one that a configuration asks for; None where nothing is looked up."""
+        if config is None or not config.prompt_lookup:
+            return None
+        return cls(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
 
     def propose(
         self, history: Int32[Array, "slots max_len"], length: Int32[Array, " slots"]
