@@ -69,6 +69,15 @@ def texts(page, role):
     return [node.text_content() for node in page.query_selector_all(f".message.{role} .text")]
 
 
+def change(page, **fields):
+    """The page's questions reach the server with more fields, which the page does not know of."""
+
+    def send_on(route):
+        route.continue_(post_data=json.dumps(json.loads(route.request.post_data) | fields))
+
+    page.route(CHAT, send_on)
+
+
 def bodies(page):
     """What the page sends, as it is sent."""
     sent = []
@@ -164,15 +173,10 @@ def test_quantiles_of_histograms(page, started):
 
 
 def test_markup_of_the_model_is_text(page, slow):
-    """The real server is made to answer with markup, through a form that the page does not know of."""
+    """The real server is made to answer with markup."""
     markup = "<img src=x onerror=alert(1)><b>bold</b>&amp;"
-
-    def with_form(route):
-        body = json.loads(route.request.post_data) | {"structured_outputs": {"choice": [markup]}}
-        route.continue_(post_data=json.dumps(body))
-
     page.on("dialog", lambda dialog: pytest.fail("the answer has run"))
-    page.route(CHAT, with_form)
+    change(page, structured_outputs={"choice": [markup]})
     page.goto(slow.url)
     page.wait_for_selector("#status[data-state=ready]")
     say(page, "<i>me</i>")
@@ -183,6 +187,7 @@ def test_markup_of_the_model_is_text(page, slow):
 
 
 def test_escape_stops_and_the_next_answer_goes_on(page, slow):
+    change(page, ignore_eos=True)  # 400 tokens of 20 ms and more: no answer ends before it is stopped
     page.goto(slow.url)
     page.fill("[name=max_tokens]", "400")
     page.fill("[name=seed]", "1")
@@ -272,6 +277,7 @@ FOCUSED = """() => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_on_a_phone_and_in_both_schemes(page, slow, scheme):
+    change(page, ignore_eos=True)
     page.set_viewport_size({"width": 360, "height": 640})
     page.emulate_media(color_scheme=scheme)
     page.goto(slow.url)
