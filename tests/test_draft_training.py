@@ -16,7 +16,7 @@ from jaxserve import Engine, SamplingParams
 from jaxserve.checkpoint.draft_head import load_head, read_head, save_head
 from jaxserve.checkpoint.hugging_face import read_config
 from jaxserve.cli import main
-from jaxserve.draft_training import corpus
+from jaxserve.draft_training import corpus, trainer
 from jaxserve.draft_training.prompts import SYSTEMS, own_prompts
 from jaxserve.draft_training.report import plot
 from jaxserve.draft_training.trainer import TrainingOptions, train
@@ -89,9 +89,18 @@ def test_it_learns(trained, answers, tmp_path):
     assert "share of drafts that are right" in (tmp_path / "curve.svg").read_text()
 
 
-def test_an_interruption_changes_nothing(trained, answers, tmp_path):
-    for stop in (5, 8, 13, None):
+def test_an_interruption_changes_nothing(trained, answers, tmp_path, monkeypatch):
+    """And each step is done once, those of the last quarter of the epochs three drafts deep."""
+    depths, update = [], trainer._update
+
+    def noting(graph, options, steps, depth, *rest):
+        depths.append(depth)
+        return update(graph, options, steps, depth, *rest)
+
+    monkeypatch.setattr(trainer, "_update", noting)
+    for stop in (5, 8, 27, None):
         again = train(target(), answers, SHARDS, OPTIONS, tmp_path, stop_after=stop)
+    assert depths == [1] * 24 + [3] * 16
     assert again.losses == trained.losses
     assert again.accuracy == trained.accuracy
     for one, other in zip(parameters(trained.head), parameters(again.head), strict=True):

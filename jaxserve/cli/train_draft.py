@@ -25,9 +25,9 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--num_prompts", type=int, default=2048, help="prompts that the model answers")
     parser.add_argument("--length", type=int, default=256, help="tokens of prompt and answer together")
     parser.add_argument("--draft_vocab", type=int, default=4096, help="tokens that the head knows; 0 is all")
-    parser.add_argument("--epochs", type=int, default=4, help="times that the answers are seen")
+    parser.add_argument("--epochs", type=int, default=8, help="times that the answers are seen")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences in a step")
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="the highest")
+    parser.add_argument("--learning_rate", type=float, default=2e-3, help="the highest")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, answers and training")
 
 
