@@ -17,9 +17,10 @@ from jaxserve.checkpoint.draft_head import load_head, read_head, save_head
 from jaxserve.checkpoint.hugging_face import read_config
 from jaxserve.cli import main
 from jaxserve.draft_training import corpus, trainer
+from jaxserve.draft_training.options import TrainingOptions
 from jaxserve.draft_training.prompts import SYSTEMS, own_prompts
 from jaxserve.draft_training.report import plot
-from jaxserve.draft_training.trainer import TrainingOptions, train
+from jaxserve.draft_training.trainer import train
 from jaxserve.models.decoder import Decoder
 
 

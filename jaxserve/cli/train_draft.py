@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING
 from jsonargparse import ArgumentParser, Namespace
 
 from jaxserve.cli.options import add_shared_options, encoded, engine_config
+from jaxserve.draft_training.options import TrainingOptions
 from jaxserve.validation import require
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.models.decoder import Decoder
 
-TRAINING = ("draft_vocab", "epochs", "batch_size", "learning_rate")
+TRAINING = {
+    "draft_vocab": "tokens that the head knows; 0 is all",
+    "epochs": "times that the answers are seen, the last quarter of them three drafts deep",
+    "batch_size": "sequences in a step",
+    "learning_rate": "the highest",
+}
 OWN = ("output_dir", "prompts", "num_prompts", "length", "seed", *TRAINING)
 
 
@@ -24,10 +30,9 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--prompts", type=str, help="a JSONL file of prompts, turns or messages; none: the model's own")
     parser.add_argument("--num_prompts", type=int, default=2048, help="prompts that the model answers")
     parser.add_argument("--length", type=int, default=256, help="tokens of prompt and answer together")
-    parser.add_argument("--draft_vocab", type=int, default=4096, help="tokens that the head knows; 0 is all")
-    parser.add_argument("--epochs", type=int, default=8, help="times that the answers are seen")
-    parser.add_argument("--batch_size", type=int, default=8, help="sequences in a step")
-    parser.add_argument("--learning_rate", type=float, default=2e-3, help="the highest")
+    for name, meaning in TRAINING.items():
+        default = getattr(TrainingOptions, name)
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=meaning)
     parser.add_argument("--seed", type=int, default=0, help="of prompts, answers and training")
 
 
@@ -36,7 +41,7 @@ def run(options: Namespace) -> int:
     from jaxserve.checkpoint.draft_head import save_head
     from jaxserve.draft_training import corpus
     from jaxserve.draft_training.report import plot
-    from jaxserve.draft_training.trainer import TrainingOptions, train
+    from jaxserve.draft_training.trainer import train
 
     for name in ("num_prompts", "length"):
         require(options[name] >= 8, name, options[name], "an integer of at least 8")

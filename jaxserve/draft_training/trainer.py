@@ -5,13 +5,13 @@ The head is trained as it is used: `DEPTH` drafts deep, each continuing the stat
 test" of EAGLE-3). The d-th draft at position p attends to the keys that a proposal has there: those of the first
 depth up to position p - d + 1, then one of each depth that followed. At each depth the loss is the cross-entropy
 against the target's distribution, both over the draft vocabulary, and the smooth L1 distance to its state (EAGLE-1).
-That deep goes only the last quarter of the epochs: a step of one draft takes a quarter of the time, and what a head has
-to learn most of is the first one.
+Only the last epochs go that deep: a step of one draft takes a quarter of the time, and what a head has to learn most of
+is the first one.
 """
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,41 +24,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.draft_training.corpus import Shard, read_answers, read_shard
+from jaxserve.draft_training.options import DEPTH, TrainingOptions
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder, rope_tables
 from jaxserve.models.draft_head import random_head
 from jaxserve.models.eagle import EagleConfig, EagleHead, layer_inputs
-from jaxserve.validation import is_integer, is_number, require
 
 Params = Any  # an nnx.State, whose annotation type checkers cannot read
 
-DEPTH = 3
 SAVE_EVERY = 50  # steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """
-    draft_vocab: tokens that the head knows, the most frequent ones of the corpus; None is all
-    epochs: times that the corpus is seen, the last quarter of them `DEPTH` drafts deep, the others one
-    batch_size: sequences in a step
-    learning_rate: the highest; it rises for the first 5 % of the steps, then falls by a cosine
-    """
-
-    draft_vocab: int | None = 4096
-    epochs: int = 8
-    batch_size: int = 8
-    learning_rate: float = 2e-3
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("epochs", "batch_size"):
-            value = getattr(self, name)
-            require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
-        vocab, rate = self.draft_vocab, self.learning_rate
-        valid = vocab is None or (is_integer(vocab) and vocab >= 1)
-        require(valid, "draft_vocab", vocab, "an integer of at least 1 or None")
-        require(is_number(rate) and rate > 0, "learning_rate", rate, "a number above 0")
 
 
 class Trained(NamedTuple):
@@ -101,7 +75,7 @@ def train(
     report(len(losses), of=steps)
     weights = _target_weights(target, head)
     for epoch in range(len(accuracy), options.epochs):
-        depth = DEPTH if epoch >= options.epochs * 3 // 4 else 1
+        depth = options.depth(epoch)
         batches = _batches(corpus, len(trained_on), options, epoch)
         for index, batch in enumerate(batches, epoch * per_epoch):
             if index < len(losses):
